@@ -1,0 +1,36 @@
+"""The errors users see: one line each, with the exit code the command line returns."""
+
+from __future__ import annotations
+
+
+class DmuonTuneError(Exception):
+    """A failure said in one line: what, where, and what to do next. Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(DmuonTuneError):
+    """Input that cannot be used as given (shape text, preset, dtype, file). Exit code 2."""
+
+    exit_code = 2
+
+
+class MissingEntryError(DmuonTuneError):
+    """A required cache entry does not exist (``DMUON_TUNE_ON_MISS=error``). Exit code 3."""
+
+    exit_code = 3
+
+
+class CacheError(DmuonTuneError):
+    """The cache is corrupt, of a newer schema, read-only or locked. Exit code 4."""
+
+    exit_code = 4
+
+
+class NoLegalConfigError(DmuonTuneError):
+    """No configuration of any kernel is legal for a problem on this device. Exit code 5."""
+
+    exit_code = 5
+
+
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it

@@ -1,0 +1,62 @@
+"""Measurement: the outcome of building, checking and timing one configuration, whatever happened."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+Status = Literal["ok", "illegal", "compile_error", "launch_error", "wrong_result", "timeout", "crashed"]
+STATUSES: tuple[str, ...] = get_args(Status)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times are microseconds a call and exist only with ``ok``; failures are results and carry their log.
+
+    ``samples`` are the timed windows' microseconds a call. ``max_rel_err`` is the largest elementwise error against
+    float64, |out − ref| / (|ref| + rms(ref)). ``resources`` holds what the backend reports (registers a thread,
+    shared memory in bytes, compile seconds).
+    """
+
+    status: str
+    median_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    samples: tuple[float, ...] = ()
+    max_rel_err: float | None = None
+    resources: dict[str, Any] = field(default_factory=dict, hash=False)
+    log: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"unknown status {self.status!r}; one of {', '.join(STATUSES)}")
+        times = (self.median_us, self.p20_us, self.p80_us)
+        if self.status == "ok" and (None in times or not self.samples):
+            raise ValueError("an ok measurement needs its times and samples")
+        if self.status != "ok" and (times != (None, None, None) or self.samples):
+            raise ValueError(f"a {self.status} measurement cannot carry times")
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @classmethod
+    def from_samples(
+        cls, samples_us: list[float], max_rel_err: float, resources: dict[str, Any], log: str = ""
+    ) -> Measurement:
+        """An ok measurement whose median and percentiles are those of the windows' times (nearest rank)."""
+        ordered = sorted(samples_us)
+
+        def quantile(fraction: float) -> float:
+            return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+
+        return cls(
+            "ok", quantile(0.5), quantile(0.2), quantile(0.8), tuple(samples_us), max_rel_err, resources, log
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Measurement:
+        return cls(**{**fields, "samples": tuple(fields["samples"])})

@@ -1,0 +1,76 @@
+"""Problem: all that changes a kernel's generated code, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from .errors import UsageError
+
+DType = Literal["float16", "bfloat16", "float32"]
+Layout = Literal["row", "col"]
+Epilogue = Literal["none", "c", "i", "ci"]
+
+DTYPES: tuple[str, ...] = get_args(DType)
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+EPILOGUES: tuple[str, ...] = get_args(Epilogue)
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+MAX_DIM = 2**31 - 1  # tensor extents are passed to kernels as int32
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One product at one shape: ``op`` over ``batch`` matrices with an (m, n) result and inner length k.
+
+    ``layout`` says how the matrix operands of the op are stored, each tensor contiguous with a leading batch axis:
+    ``row`` stores an m×k operand as (m, k), ``col`` stores it as (k, m), which is how a tall weight already lies in
+    memory, so it is never copied to transpose it. ``epilogue`` names what is added to the product: ``c`` a β·C term,
+    ``i`` a γ·I term, ``ci`` both. Accumulation is always fp32. What the axes mean is stated by each op's file.
+    """
+
+    op: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str = "float16"
+    out_dtype: str = "float16"
+    layout: str = "row"
+    epilogue: str = "none"
+
+    def __post_init__(self) -> None:
+        for axis in ("batch", "m", "n", "k"):
+            extent = getattr(self, axis)
+            if isinstance(extent, bool) or not isinstance(extent, int) or not 1 <= extent <= MAX_DIM:
+                raise UsageError(f"{self.op}: {axis} must be an integer in 1..{MAX_DIM}, not {extent!r}")
+        for field, allowed in (
+            ("dtype", DTYPES), ("out_dtype", DTYPES), ("layout", LAYOUTS), ("epilogue", EPILOGUES),
+        ):
+            if getattr(self, field) not in allowed:
+                raise UsageError(
+                    f"{self.op}: unsupported {field} {getattr(self, field)!r}; choose one of {', '.join(allowed)}"
+                )
+
+    @property
+    def has_c(self) -> bool:
+        return "c" in self.epilogue
+
+    @property
+    def has_identity(self) -> bool:
+        return "i" in self.epilogue
+
+    def label(self) -> str:
+        """Short text for tables: ``gram 8x2048x5464 float16 row``; the epilogue stands last where there is one."""
+        tail = "" if self.epilogue == "none" else f" +{self.epilogue}"
+        return f"{self.op} {self.batch}x{self.m}x{self.n}x{self.k} {self.dtype} {self.layout}{tail}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def canonical_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Problem:
+        return cls(**fields)

@@ -1,0 +1,123 @@
+"""The two kinds of spec: an op (what is computed, on which tensors) and a kernel of it (how, in one DSL)."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from . import space
+from .device import DeviceFingerprint
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of an op's launch: a tensor (``input`` or ``output``) with its stored shape, or a ``scalar``."""
+
+    name: str
+    role: Literal["input", "output", "scalar"]
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """What an op computes. A launch is called with exactly ``arguments(problem)``, positionally, in that order.
+
+    Tensors are contiguous, on the problem's device, with a leading batch axis; outputs never alias inputs; scalars are
+    Python floats. ``reference`` takes the same inputs and scalars (no output) and returns the result in float64.
+    ``make_inputs(problem, device, seed)`` returns the input tensors in order. ``flops`` counts a symmetric result
+    once; ``bytes_moved`` reads each input and writes each output once. ``problem_of(batch, rows, cols, …)`` is the
+    op's share of a matrix's orthogonalization and lives in :mod:`dmuon_tune.recipe`.
+    """
+
+    name: str
+    summary: str
+    arguments: Callable[[Problem], tuple[Argument, ...]]
+    reference: Callable[..., Any]
+    make_inputs: Callable[[Problem, str, int], tuple[Any, ...]]
+    flops: Callable[[Problem], int]
+    bytes_moved: Callable[[Problem], int]
+    symmetric_output: bool = False
+
+
+def never_illegal(problem: Problem, config: Any, device: DeviceFingerprint) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel of an op in one DSL.
+
+    ``refusal(problem, device)`` says in words a user can act on why the kernel does not serve a problem, or None.
+    ``illegality(problem, config, device)`` says why a configuration cannot run, or None: the search and the runtime
+    both ask it through :meth:`is_legal`. ``build(problem, config, device)`` returns the DSL's program, which the
+    backend of that name compiles; it is the only place that imports the DSL. ``heuristic`` picks the untuned
+    configuration by shape. ``sources`` are the modules whose code the kernel is made of; they make its digest.
+    """
+
+    op: str
+    backend: str
+    Config: type
+    refusal: Callable[[Problem, DeviceFingerprint], str | None]
+    build: Callable[[Problem, Any, DeviceFingerprint], Any]
+    sources: tuple[str, ...]
+    illegality: Callable[[Problem, Any, DeviceFingerprint], str | None] = never_illegal
+    heuristic: Callable[[Problem, DeviceFingerprint], Any] | None = field(default=None)
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}.{self.backend}"
+
+    def serves(self, problem: Problem, device: DeviceFingerprint) -> bool:
+        return problem.op == self.op and self.refusal(problem, device) is None
+
+    def is_legal(self, problem: Problem, config: Any, device: DeviceFingerprint) -> bool:
+        return self.serves(problem, device) and self.illegality(problem, config, device) is None
+
+    def legal_space(self, problem: Problem, device: DeviceFingerprint) -> list[Any]:
+        """Every legal configuration, in the space's order; empty where the kernel refuses the problem."""
+        if not self.serves(problem, device):
+            return []
+        return [
+            config
+            for config in space.enumerate_space(self.Config)
+            if self.illegality(problem, config, device) is None
+        ]
+
+    def untuned(self, problem: Problem, device: DeviceFingerprint) -> Any | None:
+        """The configuration used without a tuned one: the heuristic's, the default, or the first legal one."""
+        candidates = [self.heuristic(problem, device)] if self.heuristic else []
+        candidates.append(self.Config())
+        for config in candidates:
+            if self.is_legal(problem, config, device):
+                return config
+        return next(iter(self.legal_space(problem, device)), None)
+
+    def digest(self) -> str:
+        """SHA-256 of the code of ``sources``: comments, docstrings and formatting do not change it."""
+        sha = hashlib.sha256()
+        for module in self.sources:
+            sha.update(module.encode() + b"\0" + _code_of(module).encode() + b"\0")
+        return sha.hexdigest()
+
+
+def _code_of(module: str) -> str:
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(f"kernel source {module} not found")
+    with open(found.origin, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and body and _is_docstring(body[0]):
+            node.body = body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
