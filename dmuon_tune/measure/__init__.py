@@ -1,0 +1,1 @@
+"""Builds, checks and times one configuration in a process that may die without hurting the tuner."""
