@@ -12,7 +12,7 @@ from ._inputs import commuting_symmetric, stored
 
 
 def arguments(problem: Problem) -> tuple[Argument, ...]:
-    """a, b: (batch, m, k) in ``row`` layout, (batch, k, m) in ``col``; c where the epilogue has it and d: (batch, m, m).
+    """a, b: (batch, m, k) in ``row`` layout, (batch, k, m) in ``col``; c (epilogue c) and d: (batch, m, m).
 
     Scalars: alpha; beta where there is a c; gamma where there is an i.
     """

@@ -33,7 +33,7 @@ def resolve(device: str) -> str:
     if parsed.type != "cuda":
         raise UsageError(f"device type {parsed.type!r} is not supported; use cpu or cuda")
     if not torch.cuda.is_available():
-        raise UsageError(f"device {device!r} asked, but torch sees no GPU; use --device cpu, or see 'dmuon-tune doctor'")
+        raise UsageError(f"device {device!r} asked, but torch sees no GPU; use --device cpu or ask 'dmuon-tune doctor'")
     if (parsed.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"device {device!r} asked, but torch sees {torch.cuda.device_count()} GPU(s)")
     return device

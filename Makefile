@@ -1,0 +1,64 @@
+# 'make demo' and 'make test' work from a clean clone: each makes its own virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+# Any torch >= 2.11 works. 'TORCH=' installs none: a new environment then sees the packages of $(PYTHON), and
+# VENV may name an environment that has its own, for example 'make demo VENV=$$VIRTUAL_ENV TORCH='.
+TORCH ?= torch==2.13.0
+# Configurations tried per product in the demo.
+TRIALS ?= 5
+DEMO ?= .demo
+
+BIN := $(abspath $(VENV))/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
+INSTALL_TORCH = $(if $(strip $(TORCH)),$(PIP) "$(strip $(TORCH))",@:)
+
+.PHONY: help demo test lint style types clean
+
+help:
+	@echo "make demo   tune a tiny model's products on the CPU, then train it with what was tuned"
+	@echo "make test   lint, type-check and run every test"
+	@echo "make lint   ruff and mypy alone"
+	@echo "make clean  remove build outputs and the demo's cache; the environment stays"
+
+demo: $(VENV)/.installed-demo
+	@echo "== tune: every product of the tiny model's Newton-Schulz chains, $(TRIALS) configurations each"
+	DMUON_TUNE_CACHE_DIR="$(abspath $(DEMO))" $(BIN)/dmuon-tune tune --preset tiny --device cpu --trials $(TRIALS)
+	@echo "== train: Muon finds that cache by itself; AdamW from the same start beside it"
+	DMUON_TUNE_CACHE_DIR="$(abspath $(DEMO))" $(BIN)/python examples/train_tiny.py --device cpu
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: style types
+
+style: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-test
+	@rm -rf build
+	$(PIP) --no-deps --no-build-isolation --target build/lint .
+	cd build/lint && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p dmuon_tune
+
+$(VENV)/.installed-demo: pyproject.toml | $(VENV)/bin/python
+	@echo "== install into $(VENV)"
+	$(INSTALL_TORCH)
+	$(PIP) --editable '.[tilelang]'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	@echo "== install into $(VENV)"
+	$(INSTALL_TORCH)
+	$(PIP) --editable '.[tilelang,cutedsl,triton,dev]'
+	@touch $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' is missing or older than 3.11; install Python 3.11 or run make PYTHON=/path/to/python3" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' cannot make virtual environments; on Debian or Ubuntu: apt-get install python3-venv" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(if $(strip $(TORCH)),,--system-site-packages) $(VENV)
+
+clean:
+	rm -rf build dist *.egg-info "$(DEMO)" .pytest_cache .mypy_cache .ruff_cache .hypothesis
