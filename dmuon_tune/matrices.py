@@ -114,14 +114,14 @@ def _name_reason(name: str) -> str | None:
         return "bias"
     if _SCALE.search(leaf):
         return "quantization scale"
-    # The module that holds the weight; a bare nn.Parameter is known by its own name.
-    owner = parts[-2] if len(parts) > 1 and leaf == "weight" else leaf
-    above = parts[: parts.index(owner)][-1:]
+    # The module that holds the weight, and the one above it; a bare nn.Parameter is known by its own name.
+    path = parts[:-1] if len(parts) > 1 and leaf == "weight" else parts
+    owner, above = (path[-1] if path else ""), (path[-2] if len(path) > 1 else "")
     if _NORM.search(owner):
         return "norm"
-    if any(_EMBEDDING.search(part) for part in [owner, *above]):
+    if _EMBEDDING.search(owner) or "embed" in above:
         return "embedding"
-    if _HEAD.search(owner) or parts[0] == "output":  # "output.weight" is the head in Meta's Llama checkpoints
+    if _HEAD.search(owner) or path == ["output"]:  # "output.weight" is the head in Meta's Llama checkpoints
         return "head"
     if _CONVOLUTION.search(owner):
         return "convolution"
