@@ -1,0 +1,186 @@
+"""Opens the database behind a store and says its failures in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sqlalchemy import URL, Connection, Engine, Pool, QueuePool, StaticPool, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+
+from dmuon_tune.errors import CacheError, UsageError
+
+from .migrations import CorruptCacheError
+from .paths import CACHE_DIR_VARIABLE
+
+BUSY_TIMEOUT_VARIABLE = "DMUON_TUNE_BUSY_TIMEOUT_S"
+DEFAULT_BUSY_TIMEOUT_S = 10.0
+RETRY_EVERY_S = 0.02
+URL_PATTERN = re.compile(r"[a-z][a-z0-9]*(\+[a-z0-9]+)?://")
+SIDE_FILES = ("-wal", "-shm", "-journal")
+
+
+def busy_timeout_s() -> float:
+    """How long to wait for another process's lock, seconds."""
+    text = os.environ.get(BUSY_TIMEOUT_VARIABLE) or str(DEFAULT_BUSY_TIMEOUT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise UsageError(f"{BUSY_TIMEOUT_VARIABLE} must be seconds, not {text!r}")
+    return seconds
+
+
+def locate(path_or_url: str | Path) -> Path | URL | None:
+    """A file's path, a database server's URL, or None for a database in memory (``sqlite://``)."""
+    if isinstance(path_or_url, Path) or not URL_PATTERN.match(path_or_url):
+        if not str(path_or_url):
+            raise UsageError("the cache's path is empty; name a file")
+        return Path(path_or_url).absolute()
+    try:
+        url = make_url(path_or_url)
+    except (ArgumentError, ValueError) as error:
+        raise UsageError(f"{path_or_url} is not a database URL; use a file path or postgresql://…") from error
+    if url.get_backend_name() != "sqlite":
+        return url
+    return Path(url.database).absolute() if url.database not in (None, "", ":memory:") else None
+
+
+def open_engine(location: Path | URL | None, read_only: bool, shipped: bool = False) -> Engine:
+    """An engine for a location of :func:`locate`; a file's folder is made when it is opened for writing.
+
+    ``shipped`` says that nobody writes a read-only file, whatever its permissions are.
+    """
+    timeout_s = busy_timeout_s()
+    if isinstance(location, URL):
+        try:
+            return create_engine(location, pool_pre_ping=True)
+        except (ImportError, NoSuchModuleError) as error:
+            hint = "install dmuon-tune[postgres]"
+            raise CacheError(f"no driver for {location.render_as_string()}: {error}; {hint}") from error
+    pool: type[Pool] = StaticPool  # a database in memory lives as long as its one connection
+    if location is None:
+        database = "file::memory:"
+    else:
+        database, pool = _file_uri(location, read_only, shipped), QueuePool
+        if not read_only:
+            make_folder(location.parent)
+
+    def connect() -> sqlite3.Connection:
+        # isolation_level=None: transactions begin where SQLAlchemy says so, not at sqlite3's discretion
+        raw = sqlite3.connect(database, timeout=timeout_s, isolation_level=None, check_same_thread=False, uri=True)
+        raw.execute("PRAGMA foreign_keys=ON")
+        if not read_only:
+            raw.execute("PRAGMA synchronous=NORMAL")
+        return raw
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=pool)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _begin(connection: Connection) -> None:
+    immediate = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise CacheError(
+            f"cannot make the cache's folder {folder}: {error.strerror}; set {CACHE_DIR_VARIABLE} to a writable folder"
+        ) from error
+
+
+def _file_uri(path: Path, read_only: bool, shipped: bool) -> str:
+    uri = "file:" + quote(os.fsencode(path))  # '%', '?' and '#' in a name would end it
+    if not read_only:
+        return uri + "?mode=rwc"
+    if not os.path.exists(path):
+        raise CacheError(f"no cache at {path}; fill it with: dmuon-tune tune")
+    return uri + ("?mode=ro&immutable=1" if _is_immutable(path, shipped) else "?mode=ro")
+
+
+def _is_immutable(path: Path, shipped: bool) -> bool:
+    """Nobody writes the file: SQLite then needs no lock and no side files, which it could perhaps not make either."""
+    folder_is_writable = os.access(path.parent, os.W_OK)
+    wal = Path(f"{path}-wal")
+    if os.path.exists(wal) and wal.stat().st_size and (folder_is_writable or os.access(f"{path}-shm", os.R_OK)):
+        return False  # results that lie in the log alone
+    return shipped or not (folder_is_writable and os.access(path, os.W_OK))
+
+
+def use_wal(engine: Engine, where: str) -> None:
+    """Switch a file to write-ahead logging: readers never wait. SQLite's own waiting does not cover this switch."""
+    deadline = time.monotonic() + busy_timeout_s()
+    while True:
+        try:
+            with translated_errors(where):
+                return _run_pragma(engine, "PRAGMA journal_mode=WAL")
+        except LockedCacheError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_EVERY_S)
+
+
+def rest(engine: Engine) -> None:
+    """Fold the log back into the file when nobody else has it open, so that a reader needs no side files."""
+    try:
+        _run_pragma(engine, "PRAGMA busy_timeout=0")
+        _run_pragma(engine, "PRAGMA journal_mode=DELETE")
+    except (DBAPIError, sqlite3.Error):
+        return  # others use it: the last one out does it
+
+
+def _run_pragma(engine: Engine, pragma: str) -> None:
+    raw = engine.raw_connection()
+    try:
+        raw.cursor().execute(pragma).close()
+    finally:
+        raw.close()
+
+
+class LockedCacheError(CacheError):
+    """Another process held the cache's lock for longer than the busy timeout."""
+
+
+@contextmanager
+def translated_errors(where: str) -> Iterator[None]:
+    """Turn the database's errors into CacheError: what, where, what to do."""
+    try:
+        yield
+    except DBAPIError as error:
+        raise _translate(error.orig, where) from error
+    except sqlite3.Error as error:
+        raise _translate(error, where) from error
+
+
+def _translate(error: Any, where: str) -> CacheError:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    reason = " ".join(str(error).split())
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return LockedCacheError(
+            f"cache {where} is locked by another process for more than {busy_timeout_s():g} s; "
+            f"wait for it or raise {BUSY_TIMEOUT_VARIABLE}"
+        )
+    if code == sqlite3.SQLITE_NOTADB:
+        return CorruptCacheError(f"{where} is not an SQLite file; delete it or name another cache")
+    if code == sqlite3.SQLITE_CORRUPT:
+        return CorruptCacheError(f"cache {where} is truncated or damaged ({reason}); delete it and tune again")
+    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return CacheError(
+            f"cache {where} is read-only or cannot be opened ({reason}); "
+            f"set {CACHE_DIR_VARIABLE} to a writable folder"
+        )
+    if code == sqlite3.SQLITE_FULL:
+        return CacheError(f"no space left for cache {where}; free some and run again: what was measured is kept")
+    return CacheError(f"cache {where}: {reason}; check the file or the server")

@@ -1,0 +1,152 @@
+"""Layers: the caches that training reads, first hit wins, none of them ever written or able to stop a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import entry_points
+from logging import getLogger
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.errors import CacheError
+from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group, Recipe
+
+from .paths import listed_cache_paths, site_cache_paths, user_cache_path
+from .store import CacheEntry, Store
+
+ENTRY_POINT_GROUP = "dmuon_tune.caches"
+PATH_LABEL, USER_LABEL, SITE_LABEL, PACKAGE_LABEL = "path", "user", "site", "package"
+
+Answer = TypeVar("Answer")
+
+logger = getLogger("dmuon_tune.cache")
+
+
+@dataclass
+class _Layer:
+    """One read-only cache, opened at its first use; after a failure it counts as empty."""
+
+    label: str
+    path: Path
+    must_exist: bool
+    failure: str = ""
+    _store: Store | None = None
+
+    def read(self, ask: Callable[[Store], Answer], otherwise: Answer) -> Answer:
+        """What the layer's store answers; ``otherwise`` where there is no store or it cannot be read."""
+        if self.failure or not (self.must_exist or os.path.exists(self.path)):
+            return otherwise
+        try:
+            if self._store is None:
+                self._store = Store.open(self.path, read_only=True, shipped=self.label != USER_LABEL)
+            return ask(self._store)
+        except (CacheError, OSError) as error:
+            self.failure = str(error)
+            self.close()
+            _warn_once(f"cache layer {self.label} is left out: {self.failure}")
+            return otherwise
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+class Layers:
+    """Every cache of this machine in the order of precedence: ``DMUON_TUNE_CACHE_PATH`` (label ``path``), the user's
+    (``user``), the site's (``site``), and those of installed packages (``package <name>``), which name a path by an
+    entry point ``dmuon_tune.caches``: a function without arguments that returns one.
+
+    A layer that cannot be read is left out with one warning line; one that does not exist is no failure, unless it
+    was named by the environment or by a package.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    @classmethod
+    def open(cls, environ: Mapping[str, str] = os.environ) -> Layers:
+        """Nothing is opened, and no package asked, before the first look-up."""
+        return cls(dict(environ))
+
+    @cached_property
+    def _layers(self) -> list[_Layer]:
+        user = user_cache_path(self._environ)
+        found = [
+            _Layer(USER_LABEL if path == user else PATH_LABEL, path, True)
+            for path in listed_cache_paths(self._environ)
+        ]
+        found.append(_Layer(USER_LABEL, user, False))
+        found += [_Layer(SITE_LABEL, path, False) for path in site_cache_paths(self._environ)]
+        found += [_Layer(f"{PACKAGE_LABEL} {name}", path, True) for name, path in _package_caches()]
+        by_path: dict[Path, _Layer] = {}
+        for layer in found:
+            by_path.setdefault(layer.path, layer)
+        return list(by_path.values())
+
+    def entries(self, problem: Problem, device: DeviceFingerprint) -> list[tuple[str, CacheEntry]]:
+        """(Layer label, entry) of every key's best entry for a problem on a device model: layers in order of
+        precedence, within a layer the fastest first."""
+        result: list[tuple[str, CacheEntry]] = []
+        for layer in self._layers:
+            nothing: list[CacheEntry] = []
+            found = layer.read(lambda store: store.entries(problem, device), nothing)
+            result += [(layer.label, entry) for entry in found]
+        return result
+
+    def recipe(self, device: DeviceFingerprint, group: Group, dtype: str) -> tuple[str, Recipe] | None:
+        """(Layer label, recipe) of the first layer that has one for the group in this dtype on this device model."""
+        for layer in self._layers:
+            found = layer.read(lambda store: store.recipe(device, group, dtype), None)
+            if found is not None:
+                return layer.label, found
+        return None
+
+    def descriptions(self) -> list[dict[str, Any]]:
+        """Each layer's ``label``, ``path``, ``state`` (ok, absent, unreadable), ``entries`` (their count) and
+        ``detail`` (why it is unreadable)."""
+        return [_description(layer) for layer in self._layers]
+
+    def close(self) -> None:
+        for layer in self.__dict__.get("_layers", []):
+            layer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _description(layer: _Layer) -> dict[str, Any]:
+    count = layer.read(lambda store: len(store.entries()), -1)
+    return {
+        "label": layer.label,
+        "path": str(layer.path),
+        "state": "unreadable" if layer.failure else "absent" if count < 0 else "ok",
+        "entries": max(0, count),
+        "detail": layer.failure,
+    }
+
+
+def _package_caches() -> list[tuple[str, Path]]:
+    found = []
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+        try:
+            found.append((point.name, Path(point.load()()).absolute()))
+        except Exception as error:  # a package's own code: whatever it raises must not stop a training job
+            _warn_once(f"cache layer {PACKAGE_LABEL} {point.name} ({point.value}) is left out: {error!r}")
+    return found

@@ -1,0 +1,74 @@
+"""The schema's version: creates it, brings an older one up to date, refuses a newer one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from sqlalchemy import Connection, inspect, select, text, update
+
+from dmuon_tune.errors import CacheError
+
+from .models import Base, MetaRow
+
+SCHEMA_VERSION = 1
+MIGRATIONS: Mapping[int, Callable[[Connection], None]] = {}  # version → what brings it to the next one
+VERSION_NAME = "schema_version"
+CREATION_LOCK = 0x646D756F6E  # "dmuon": serializes processes that create the schema on one PostgreSQL server
+
+
+class CorruptCacheError(CacheError):
+    """The file is not a usable cache whoever reads it: not SQLite, truncated, damaged, or some other database."""
+
+
+def prepare(
+    connection: Connection,
+    where: str,
+    version: int = SCHEMA_VERSION,
+    migrations: Mapping[int, Callable[[Connection], None]] = MIGRATIONS,
+) -> None:
+    """Create the schema in an empty database, or migrate an older one, within the caller's write transaction."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({CREATION_LOCK})"))
+    found = found_version(connection, where)
+    if found is None:
+        Base.metadata.create_all(connection)
+        connection.execute(MetaRow.__table__.insert().values(name=VERSION_NAME, value=str(version)))  # type: ignore[attr-defined]
+        return
+    _refuse_newer(found, version, where)
+    for step in range(found, version):
+        migrations[step](connection)
+        connection.execute(update(MetaRow).where(MetaRow.name == VERSION_NAME).values(value=str(step + 1)))
+
+
+def require_current(connection: Connection, where: str, version: int = SCHEMA_VERSION) -> None:
+    """Check, without writing, that this program can read the schema; CacheError says what to do where it cannot."""
+    found = found_version(connection, where)
+    if found is None:
+        raise CorruptCacheError(f"cache {where} is empty; delete it, or fill it with: dmuon-tune tune")
+    _refuse_newer(found, version, where)
+    if found < version:
+        raise CacheError(
+            f"cache {where} has schema version {found} and is opened read-only, version {version} is needed; "
+            f"export it again with this version of dmuon-tune"
+        )
+
+
+def found_version(connection: Connection, where: str) -> int | None:
+    """The schema's version, None for an empty database; CorruptCacheError where the database is not a cache."""
+    tables = inspect(connection).get_table_names()
+    if MetaRow.__tablename__ not in tables:
+        if tables and connection.dialect.name == "sqlite":
+            raise CorruptCacheError(f"{where} is some other program's database, not a cache; name another file")
+        return None
+    value = connection.scalar(select(MetaRow.value).where(MetaRow.name == VERSION_NAME))
+    if value is None or not value.isdecimal():
+        raise CorruptCacheError(f"cache {where} has no valid schema version ({value!r}); delete it and tune again")
+    return int(value)
+
+
+def _refuse_newer(found: int, supported: int, where: str) -> None:
+    if found > supported:
+        raise CacheError(
+            f"cache {where} needs schema version {found}, this dmuon-tune supports {supported}; "
+            f"upgrade dmuon-tune or name another cache"
+        )

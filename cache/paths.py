@@ -1,0 +1,52 @@
+"""Where caches lie: the user's file and the site's, from an environment, without touching the file system."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping
+from pathlib import Path
+
+FILE_NAME = "cache.sqlite"
+FOLDER_NAME = "dmuon-tune"
+CACHE_DIR_VARIABLE = "DMUON_TUNE_CACHE_DIR"
+CACHE_PATH_VARIABLE = "DMUON_TUNE_CACHE_PATH"
+SITE_DIR = Path("/opt") / FOLDER_NAME
+DEFAULT_DATA_DIRS = "/usr/local/share:/usr/share"  # XDG Base Directory Specification 0.8
+
+
+def user_cache_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """The only file that is ever written: ``DMUON_TUNE_CACHE_DIR``, else XDG's cache folder, else ``~/.cache``.
+
+    Without HOME the password database is asked; for a user it does not know, a folder of that user in TMPDIR.
+    """
+    if folder := environ.get(CACHE_DIR_VARIABLE):
+        return Path(folder).absolute() / FILE_NAME
+    xdg = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(xdg):  # the XDG specification ignores relative folders
+        return Path(xdg) / FOLDER_NAME / FILE_NAME
+    home = environ.get("HOME") or _home_of_password_database()
+    if home:
+        return Path(home).absolute() / ".cache" / FOLDER_NAME / FILE_NAME
+    return Path(environ.get("TMPDIR") or "/tmp").absolute() / f"{FOLDER_NAME}-{os.getuid()}" / FILE_NAME
+
+
+def _home_of_password_database() -> str | None:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return None
+
+
+def site_cache_paths(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """The files an administrator or an image may provide, in order: ``/opt/dmuon-tune``, then XDG's data folders."""
+    folders = (environ.get("XDG_DATA_DIRS") or DEFAULT_DATA_DIRS).split(os.pathsep)
+    return [SITE_DIR / FILE_NAME] + [
+        Path(folder) / FOLDER_NAME / FILE_NAME for folder in folders if os.path.isabs(folder)
+    ]
+
+
+def listed_cache_paths(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """The files of ``DMUON_TUNE_CACHE_PATH``, colon-separated; a folder stands for the cache file in it."""
+    listed = [Path(part).absolute() for part in environ.get(CACHE_PATH_VARIABLE, "").split(os.pathsep) if part]
+    return [path / FILE_NAME if os.path.isdir(path) else path for path in listed]

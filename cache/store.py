@@ -1,0 +1,343 @@
+"""Store: one cache, written one result a transaction and read by key, problem and device."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from logging import getLogger
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sqlalchemy import URL, Engine, Select, and_, func, or_, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.errors import CacheError
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group, Recipe
+
+from .database import SIDE_FILES, locate, make_folder, open_engine, rest, translated_errors, use_wal
+from .key import TuningKey
+from .migrations import CorruptCacheError, prepare, require_current
+from .models import DeviceRow, KernelRow, KeyRow, ProblemRow, RecipeRow, ToolchainRow, TrialRow, WinnerRow
+from .paths import CACHE_DIR_VARIABLE, user_cache_path
+
+logger = getLogger("dmuon_tune.cache")
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A key's fastest correct configuration. ``validation`` says how it was checked, ``provenance`` where and when."""
+
+    key: TuningKey
+    config: dict[str, Any]
+    measurement: Measurement
+    validation: str
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The best outcome of one configuration, failures included; ``created_at`` is ISO 8601 in UTC."""
+
+    key_sha256: str
+    config: dict[str, Any]
+    measurement: Measurement
+    created_at: str
+
+
+class Store:
+    """One cache: an SQLite file, a database in memory (``sqlite://``) or a server's URL. Every error is a CacheError.
+
+    Results are durable when ``record`` returns, whatever happens to the process afterwards.
+    """
+
+    def __init__(self, engine: Engine, location: Path | URL | None, read_only: bool) -> None:
+        self._engine = engine
+        self._location = location
+        self.where = location.render_as_string() if isinstance(location, URL) else str(location or "in memory")
+        self.read_only = read_only
+        self._upsert: Any = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
+
+    @classmethod
+    def open(cls, path_or_url: str | Path, read_only: bool = False, shipped: bool = False) -> Store:
+        """Open a cache; for writing it is created, or migrated to this schema, where need be.
+
+        ``shipped`` says that nobody writes a file that is opened read-only. Raises CacheError for a file that is not
+        a cache, is damaged, of a newer schema or locked, cannot be written, or (read-only) does not exist.
+        """
+        location = locate(path_or_url)
+        where = str(location) if isinstance(location, Path) else "in memory"
+        if isinstance(location, Path) and os.path.isdir(location):
+            raise CacheError(f"cache {location} is a folder; name a file in it")
+        with translated_errors(where):
+            store = cls(open_engine(location, read_only, shipped), location, read_only)
+        try:
+            store._check_schema()
+        except BaseException:
+            store._engine.dispose()
+            raise
+        return store
+
+    def _check_schema(self) -> None:
+        with translated_errors(self.where):
+            if self.read_only:
+                with self._engine.connect() as connection:
+                    return require_current(connection, self.where)
+            with self._engine.execution_options(writes=True).begin() as connection:
+                prepare(connection, self.where)
+        if isinstance(self._location, Path):
+            use_wal(self._engine, self.where)
+
+    @classmethod
+    def open_user(cls, path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> Store:
+        """Open the user's cache for tuning; a corrupt file is set aside with one warning and an empty one begun.
+
+        A newer schema, a lock or an unwritable folder is a CacheError: nothing is lost or moved then.
+        """
+        location = locate(path if path is not None else user_cache_path(environ))
+        if not isinstance(location, Path):
+            return cls.open(location.render_as_string(False) if location else "sqlite://")
+        make_folder(location.parent)
+        with _folder_lock(location.parent):  # else the second process to find it corrupt moves the first one's new file
+            try:
+                store = cls.open(location)
+                store._check_pages()
+                return store
+            except CorruptCacheError as error:
+                aside = _set_aside(location)
+                logger.warning("%s; set aside as %s, starting an empty cache", str(error).split(";")[0], aside.name)
+            return cls.open(location)
+
+    def _check_pages(self) -> None:
+        try:
+            with translated_errors(self.where), self._engine.connect() as connection:
+                verdict = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+            if verdict != "ok":
+                raise CorruptCacheError(f"cache {self.where} is damaged; delete it and tune again")
+        except CorruptCacheError:
+            self._engine.dispose()
+            raise
+
+    def close(self) -> None:
+        self._engine.dispose()
+        if isinstance(self._location, Path) and not self.read_only:
+            rest(self._engine)
+            self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        with translated_errors(self.where), Session(self._engine) as session:
+            yield session
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        if self.read_only:
+            raise CacheError(
+                f"cache {self.where} is opened read-only; set {CACHE_DIR_VARIABLE} to a writable folder and tune there"
+            )
+        with translated_errors(self.where), Session(self._engine.execution_options(writes=True)) as session:
+            with session.begin():
+                yield session
+
+    def record(
+        self,
+        key: TuningKey,
+        config: dict[str, Any],
+        measurement: Measurement,
+        provenance: dict[str, Any],
+        validation: str = "",
+    ) -> None:
+        """Keep one result, in one transaction. Of two results of one configuration the better one stays.
+
+        Ok beats a failure and faster beats slower; of two failures the first stays. ``validation`` says how an ok
+        result was checked; left out, it is ``provenance["validation"]`` where there is one.
+        """
+        values = {
+            **_measurement_columns(measurement),
+            "validation": validation or str(provenance.get("validation", "")),
+            "provenance": provenance,
+            "created_at": _now(),
+        }
+        with self._writing() as session:
+            key_id = self._key_id(session, key)
+            insert = self._upsert(TrialRow).values(key_id=key_id, config=config, **values)
+            new = insert.excluded
+            is_better = and_(new.status == "ok", or_(TrialRow.status != "ok", new.median_us < TrialRow.median_us))
+            session.execute(insert.on_conflict_do_update(["key_id", "config"], set_=values, where=is_better))
+            if measurement.ok:
+                of_config = and_(TrialRow.key_id == key_id, TrialRow.config == config)
+                self._crown(session, key_id, session.scalar(select(TrialRow.id).where(of_config)), measurement)
+
+    def _crown(self, session: Session, key_id: int, trial_id: int | None, measurement: Measurement) -> None:
+        values = {"trial_id": trial_id, "median_us": measurement.median_us}
+        insert = self._upsert(WinnerRow).values(key_id=key_id, **values)
+        is_faster = insert.excluded.median_us < WinnerRow.median_us
+        session.execute(insert.on_conflict_do_update(["key_id"], set_=values, where=is_faster))
+
+    def _key_id(self, session: Session, key: TuningKey) -> int:
+        found = session.scalar(select(KeyRow.id).where(KeyRow.sha256 == key.sha256))
+        if found is not None:
+            return found
+        parts = {
+            "problem_id": self._id_of(session, ProblemRow, key.problem.to_dict()),
+            "kernel_id": self._id_of(session, KernelRow, {"name": key.kernel, "spec_digest": key.spec_digest}),
+            "device_id": self._id_of(session, DeviceRow, key.device.to_dict()),
+            "toolchain_id": self._id_of(session, ToolchainRow, key.toolchain.to_dict()),
+        }
+        session.execute(self._upsert(KeyRow).values(sha256=key.sha256, **parts).on_conflict_do_nothing())
+        return session.scalars(select(KeyRow.id).where(KeyRow.sha256 == key.sha256)).one()
+
+    def _id_of(self, session: Session, row: Any, values: dict[str, Any]) -> int:
+        session.execute(self._upsert(row).values(**values).on_conflict_do_nothing())
+        identity = {name: values[name] for name in row.IDENTITY}
+        return int(session.scalars(select(row.id).filter_by(**identity)).one())
+
+    def trials(self, key: TuningKey) -> list[Trial]:
+        """Everything that was tried for a key, in the order of its first recording."""
+        with self._reading() as session:
+            rows = session.scalars(
+                select(TrialRow).join(TrialRow.key).where(KeyRow.sha256 == key.sha256).order_by(TrialRow.id)
+            )
+            return [_trial(row) for row in rows]
+
+    def all_trials(self) -> list[tuple[TuningKey, Trial]]:
+        """Everything that was tried, in the order of its first recording."""
+        with self._reading() as session:
+            rows = session.scalars(select(TrialRow).order_by(TrialRow.id))
+            return [(row.key.value(), _trial(row)) for row in rows]
+
+    def best(self, key: TuningKey) -> CacheEntry | None:
+        """The fastest ok configuration of a key, None where there is none yet."""
+        with self._reading() as session:
+            row = session.scalar(_winners().where(KeyRow.sha256 == key.sha256))
+            return None if row is None else _entry(row)
+
+    def entries(self, problem: Problem | None = None, device: DeviceFingerprint | None = None) -> list[CacheEntry]:
+        """The best ok entry of every key of a problem (all without one) on a device model, fastest first."""
+        statement = _winners()
+        if problem is not None:
+            statement = statement.where(
+                KeyRow.problem_id.in_(select(ProblemRow.id).filter_by(**problem.to_dict()))
+            )
+        if device is not None:
+            statement = statement.where(KeyRow.device_id.in_(_device_ids(device)))
+        with self._reading() as session:
+            rows = session.scalars(statement.order_by(WinnerRow.median_us, WinnerRow.key_id))
+            return [_entry(row) for row in rows]
+
+    def put_recipe(self, device: DeviceFingerprint, recipe: Recipe) -> None:
+        """Keep a recipe for its group and dtype on a device model, in place of the one there was."""
+        group = recipe.group
+        values = {
+            "form": recipe.form,
+            "steps": recipe.steps,
+            "restarts": list(recipe.restarts),
+            "cost_us": recipe.cost_us,
+            "created_at": _now(),
+        }
+        with self._writing() as session:
+            device_id = self._id_of(session, DeviceRow, device.to_dict())
+            insert = self._upsert(RecipeRow).values(
+                device_id=device_id, batch=group.batch, rows=group.rows, cols=group.cols, dtype=recipe.dtype, **values
+            )
+            session.execute(insert.on_conflict_do_update(list(RecipeRow.IDENTITY), set_=values))
+
+    def recipe(self, device: DeviceFingerprint, group: Group, dtype: str) -> Recipe | None:
+        """The recipe of a group in a dtype on a device model, None where there is none."""
+        statement = select(RecipeRow).filter_by(batch=group.batch, rows=group.rows, cols=group.cols, dtype=dtype)
+        with self._reading() as session:
+            row = session.scalar(statement.where(RecipeRow.device_id.in_(_device_ids(device))))
+            return None if row is None else row.value()
+
+    def recipes(self, device: DeviceFingerprint | None = None) -> list[Recipe]:
+        """Every recipe, or those of one device model, in the order of their first keeping."""
+        statement = select(RecipeRow).order_by(RecipeRow.id)
+        if device is not None:
+            statement = statement.where(RecipeRow.device_id.in_(_device_ids(device)))
+        with self._reading() as session:
+            return [row.value() for row in session.scalars(statement)]
+
+    def counts(self) -> dict[str, int]:
+        """How many trials ended in each status; a status that never occurred is left out."""
+        with self._reading() as session:
+            rows = session.execute(
+                select(TrialRow.status, func.count()).group_by(TrialRow.status).order_by(TrialRow.status)
+            )
+            return {status: count for status, count in rows}
+
+
+def _winners() -> Select[TrialRow]:
+    return select(TrialRow).join(WinnerRow, WinnerRow.trial_id == TrialRow.id).join(TrialRow.key)
+
+
+def _device_ids(device: DeviceFingerprint) -> Select[int]:
+    return select(DeviceRow.id).filter_by(**device.limits())
+
+
+def _trial(row: TrialRow) -> Trial:
+    return Trial(row.key.sha256, row.config, row.measurement(), row.created_at)
+
+
+def _entry(row: TrialRow) -> CacheEntry:
+    return CacheEntry(row.key.value(), row.config, row.measurement(), row.validation, row.provenance)
+
+
+def _measurement_columns(measurement: Measurement) -> dict[str, Any]:
+    error = measurement.max_rel_err
+    return {
+        **measurement.to_dict(),
+        "samples": list(measurement.samples),
+        "max_rel_err": math.inf if error is not None and math.isnan(error) else error,  # SQLite keeps NaN as NULL
+        "log": measurement.log.replace("\0", "").encode(errors="replace").decode(),
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@contextmanager
+def _folder_lock(folder: Path) -> Iterator[None]:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise CacheError(
+            f"cannot read the cache's folder {folder}: {error.strerror}; set {CACHE_DIR_VARIABLE} to another folder"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            pass  # some network file systems lock no folders
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a corrupt file, with its side files, to a name that no file has."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    aside = Path(f"{path}.corrupt-{stamp}")
+    path.rename(aside)
+    for suffix in SIDE_FILES:
+        side = Path(f"{path}{suffix}")
+        if side.exists():
+            side.rename(f"{aside}{suffix}")
+    return aside
