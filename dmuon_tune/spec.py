@@ -58,6 +58,7 @@ class KernelSpec:
     both ask it through :meth:`is_legal`. ``build(problem, config, device)`` returns the DSL's program, which the
     backend of that name compiles; it is the only place that imports the DSL. ``heuristic`` picks the untuned
     configuration by shape. ``sources`` are the modules whose code the kernel is made of; they make its digest.
+    ``variant`` tells apart several kernels of one op in one DSL; ``library`` without one is the vendor library itself.
     """
 
     op: str
@@ -68,10 +69,11 @@ class KernelSpec:
     sources: tuple[str, ...]
     illegality: Callable[[Problem, Any, DeviceFingerprint], str | None] = never_illegal
     heuristic: Callable[[Problem, DeviceFingerprint], Any] | None = field(default=None)
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.op}.{self.backend}"
+        return ".".join(part for part in (self.op, self.backend, self.variant) if part)
 
     def serves(self, problem: Problem, device: DeviceFingerprint) -> bool:
         return problem.op == self.op and self.refusal(problem, device) is None

@@ -1,0 +1,241 @@
+"""Runs jobs in measuring processes that may hang or die: whatever happens, each job ends as a Measurement."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from multiprocessing import connection
+from typing import Any
+
+from dmuon_tune.errors import DmuonTuneError
+from dmuon_tune.measurement import Measurement
+
+from .job import LOG_CHARS, Job
+
+__all__ = ["Executor", "Job", "default_workers"]
+
+START_TIMEOUT_S = 300.0  # importing PyTorch from a cold network file system takes minutes
+POLL_S = 0.5  # a dead worker's child may keep its pipe open, so its exit is also asked for
+GPU_MOST_WORKERS = 8
+# Not multiprocessing's spawn, which runs the caller's main module again: that fails for a script on stdin and for one
+# without a __main__ guard.
+BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from dmuon_tune.measure.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+def default_workers(device_kind: str) -> int:
+    """One on a CPU, where a second would disturb the timing; on a GPU as many as compile beside each other."""
+    if device_kind == "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(GPU_MOST_WORKERS, cores - 2))
+
+
+class Executor:
+    """``workers`` measuring processes for one device; a context manager that kills them on leaving.
+
+    A job has ``compile_timeout_s`` to compile and ``run_timeout_s`` to be verified and timed; waiting for the device
+    counts for neither. A worker that exceeds its time is killed (``timeout``), one that dies is a ``crashed``
+    measurement; both are replaced. Use it from one thread.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        workers: int | None = None,
+        compile_timeout_s: float = 120.0,
+        run_timeout_s: float = 60.0,
+    ) -> None:
+        self.capacity = workers or default_workers("cpu" if device == "cpu" else "cuda")
+        self._timeouts_s = {
+            "starting": START_TIMEOUT_S, "compiling": compile_timeout_s, "waiting": None, "running": run_timeout_s,
+        }
+        self._idle: list[_Worker] = []
+        self._busy: list[_Worker] = []
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill every worker; jobs under way are forgotten."""
+        for worker in self._idle + self._busy:
+            worker.kill()
+        self._idle, self._busy = [], []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._busy)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._busy) < self.capacity
+
+    def submit(self, job: Job) -> None:
+        """Start a job; RuntimeError where no worker is free."""
+        if not self.has_room:
+            raise RuntimeError("every worker is busy; wait() first")
+        while self._idle and not self._idle[-1].alive:
+            self._idle.pop().kill()
+        worker = self._idle.pop() if self._idle else _Worker()
+        self._busy.append(worker)
+        worker.begin(job)
+
+    def wait(self, timeout_s: float | None = None) -> tuple[Job, Measurement] | None:
+        """The next job that ends, or None after ``timeout_s`` seconds. DmuonTuneError where no worker can start."""
+        if not self._busy:
+            raise RuntimeError("no job is under way")
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = POLL_S if end is None else min(POLL_S, end - time.monotonic())
+            ready = connection.wait([worker.pipe for worker in self._busy], max(0.0, left))
+            for worker in list(self._busy):
+                measurement = worker.advance(worker.pipe in ready, self._timeouts_s)
+                if measurement is not None:
+                    return self._retire(worker, measurement), measurement
+            if end is not None and time.monotonic() >= end:
+                return None
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Measurement]]:
+        """Every job's outcome, in the order in which they end; ``jobs`` is read only as workers become free."""
+        remaining = iter(jobs)
+        exhausted = False
+        while True:
+            while not exhausted and self.has_room:
+                job = next(remaining, None)
+                exhausted = job is None
+                if job is not None:
+                    self.submit(job)
+            if not self.in_flight:
+                return
+            outcome = self.wait()
+            if outcome is not None:
+                yield outcome
+
+    def _retire(self, worker: _Worker, measurement: Measurement) -> Job:
+        self._busy.remove(worker)
+        job = worker.end()
+        # A failed launch may leave a CUDA context in which every later call fails too.
+        if worker.alive and not (measurement.status == "launch_error" and job.device != "cpu"):
+            self._idle.append(worker)
+        else:
+            worker.kill()
+        return job
+
+
+class _Worker:
+    """One measuring process, its pipe, and what it is doing."""
+
+    def __init__(self) -> None:
+        self.pipe, child = connection.Pipe()
+        self._output = tempfile.TemporaryFile()
+        # Shared with the child, so that its next line lands at the start after the file is emptied.
+        fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
+        arguments = [json.dumps(sys.path), str(child.fileno()), str(os.getpid())]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOTSTRAP, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=(child.fileno(),),
+            start_new_session=True,  # its compilers die with it, and Ctrl-C reaches the parent alone
+        )
+        child.close()
+        self._job: Job | None = None
+        self._phase = "starting"
+        self._since = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def begin(self, job: Job) -> None:
+        self._job = job
+        self._output.truncate(0)
+        if self._phase != "starting":
+            self._enter("compiling")
+        try:
+            self.pipe.send(job)
+        except OSError:
+            pass  # it died while idle: advance() finds the pipe's end
+
+    def end(self) -> Job:
+        if self._job is None:
+            raise RuntimeError("this worker has no job")
+        job, self._job = self._job, None
+        return job
+
+    def advance(self, readable: bool, timeouts_s: dict[str, float | None]) -> Measurement | None:
+        """Take one message or notice death or lateness; the job's measurement once it has one."""
+        if readable:
+            try:
+                kind, content = self.pipe.recv()
+            except (EOFError, OSError):
+                return self._died()
+            return self._message(kind, content)
+        if not self.alive and not self.pipe.poll():
+            return self._died()
+        limit_s = timeouts_s[self._phase]
+        if limit_s is None or time.monotonic() - self._since <= limit_s:
+            return None
+        phase = self._phase
+        self.kill()
+        if phase == "starting":
+            raise DmuonTuneError(f"a measuring process did not start within {limit_s:.0f} s; try fewer --workers")
+        return Measurement("timeout", log=self._with_output(f"still {phase} after {limit_s:g} s"))
+
+    def kill(self) -> None:
+        """Kill the process and its children; returns once it is gone or cannot be (stuck in a driver)."""
+        if self.pipe.closed:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            self._process.kill()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            pass
+        self.pipe.close()
+
+    def _message(self, kind: str, content: Any) -> Measurement | None:
+        if kind in ("ready", "phase"):
+            self._enter("compiling" if kind == "ready" else content)
+        elif kind == "result":
+            measurement: Measurement = content
+            if measurement.ok:
+                return measurement
+            return Measurement(**{**measurement.__dict__, "log": self._with_output(measurement.log)})
+        return None
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._since = phase, time.monotonic()
+
+    def _died(self) -> Measurement:
+        phase = self._phase
+        self.kill()
+        code = self._process.returncode
+        how = f"exit code {code}" if code is None or code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        if phase == "starting":
+            last = self._tail().strip().splitlines()[-1:] or ["no output"]
+            raise DmuonTuneError(f"a measuring process could not start ({how}): {last[0]}; see 'dmuon-tune doctor'")
+        return Measurement("crashed", log=self._with_output(f"process died while {phase}: {how}"))
+
+    def _with_output(self, text: str) -> str:
+        return "\n".join(part for part in (text.rstrip(), self._tail().rstrip()) if part)
+
+    def _tail(self) -> str:
+        size = os.fstat(self._output.fileno()).st_size
+        start = max(0, size - LOG_CHARS)
+        return os.pread(self._output.fileno(), LOG_CHARS, start).decode(errors="replace")

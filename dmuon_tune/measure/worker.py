@@ -1,0 +1,118 @@
+"""The measuring process: takes jobs from a pipe, compiles, verifies and times each, and answers a Measurement."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from dmuon_tune.backends import CompiledKernel
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernel, ops
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.space import config_from_dict
+
+from .build import compile_kernel
+from .device_lock import device_lock
+from .job import LOG_CHARS, Job
+from .timing import time_launch
+from .verify import verify
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+Report = Callable[[str], None]
+
+
+def main(pipe: int, parent: int) -> None:
+    """Serve jobs from file descriptor ``pipe`` until it closes or the process ``parent`` dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(parent)
+    connection = Connection(pipe)
+    connection.send(("ready", None))
+    while True:
+        try:
+            job: Job = connection.recv()
+        except (EOFError, OSError):
+            return
+        measurement = measure(job, lambda phase: connection.send(("phase", phase)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send(("result", measurement))
+
+
+def _die_with(parent: int) -> None:
+    """Have Linux kill this process with its parent, even inside a kernel that hangs; elsewhere the pipe's end tells."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        sys.exit(1)
+
+
+def measure(job: Job, report: Report) -> Measurement:
+    """Build, check and time one configuration. On a CPU all of it holds the device's lock, because a compilation
+    would disturb another process's timing; on a GPU only the launches do."""
+    device = _enter(job.device)
+    with ExitStack() as held:
+        if device.kind == "cpu":
+            report("waiting")
+            held.enter_context(device_lock(job.device))
+        report("compiling")
+        begin = time.perf_counter()
+        try:
+            spec = kernel(job.kernel_name)
+            config = config_from_dict(spec.Config, job.config)
+            compiled = compile_kernel(spec, job.problem, config, device)
+        except (Exception, SystemExit):
+            return Measurement("compile_error", log=_traceback())
+        resources = {**compiled.resources, "compile_s": round(time.perf_counter() - begin, 3)}
+        if device.kind == "cuda":
+            report("waiting")
+            held.enter_context(device_lock(job.device))
+        report("running")
+        return _launch_and_time(job, compiled, resources, device)
+
+
+def _enter(device: str) -> DeviceFingerprint:
+    found = fingerprint(device)
+    if found.kind == "cuda":
+        torch.cuda.set_device(torch.device(device).index or 0)
+        torch.set_num_threads(1)  # many workers share the host's cores
+    else:
+        torch.set_num_threads(found.sm_count)
+    return found
+
+
+def _launch_and_time(
+    job: Job, compiled: CompiledKernel, resources: dict[str, Any], device: DeviceFingerprint
+) -> Measurement:
+    try:
+        op = ops()[job.problem.op]
+        verdict = verify(compiled.launch, op, job.problem, job.device, job.seed)
+        if verdict.failure:
+            measurement = Measurement(
+                "wrong_result", max_rel_err=verdict.max_rel_err, resources=resources, log=verdict.failure
+            )
+        else:
+            timing = time_launch(compiled.launch, op, job.problem, job.device, device, job.seed)
+            resources = {**resources, "launches_per_window": timing.launches, "rotating_sets": timing.sets}
+            measurement = Measurement.from_samples(timing.samples_us, verdict.max_rel_err or 0.0, resources)
+    except (Exception, SystemExit):
+        return Measurement("launch_error", resources=resources, log=_traceback())
+    gc.collect()
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+    return measurement
+
+
+def _traceback() -> str:
+    return traceback.format_exc()[-LOG_CHARS:]

@@ -1,0 +1,112 @@
+"""Real workers, real misbehaviour: every job ends as the right Measurement and the next one still runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dmuon_tune.measure.device_lock import device_lock
+from dmuon_tune.measure.executor import Executor, Job
+from dmuon_tune.problem import Problem
+
+PROBLEM = Problem("gram", 3, 33, 33, 70, "float32", "float32")
+EXPECTED = {  # status and a part of the log
+    "compile": ("compile_error", "written to fd 2"),
+    "silent": ("wrong_result", "not finite or were not written"),
+    "nan": ("wrong_result", "1 of 3267 output elements are not finite"),
+    "values": ("wrong_result", "at (2, 0, 1)"),
+    "asymmetric": ("wrong_result", "asymmetric"),
+    "scalar": ("wrong_result", "relative error"),
+    "input": ("wrong_result", "changed its inputs"),
+    "overrun": ("wrong_result", "outside its output"),
+    "random": ("wrong_result", "two runs on the same inputs differ"),
+    "launch": ("launch_error", "RuntimeError: too many resources requested"),
+    "hang": ("timeout", "still running after 2 s"),
+    "kill": ("crashed", "last words"),
+    "exit": ("crashed", "process died while compiling: exit code 7"),
+    "slow": ("ok", ""),
+}
+
+
+def job(kernel: str, config: dict[str, str] | None = None) -> Job:
+    return Job(kernel, PROBLEM, config or {}, "cpu", seed=1)
+
+
+def test_every_misbehaviour_is_a_measurement(test_kernels: None, capfd: pytest.CaptureFixture[str]) -> None:
+    jobs = [job(f"gram.library.bad_{name}") for name in EXPECTED]
+    jobs += [job("gram.library", {"entry": "baddbmm"}), job("gram.library", {"entry": "no such field", "x": "y"})]
+    with Executor("cpu", run_timeout_s=2) as executor:
+        outcomes = {done.kernel_name + str(done.config): measurement for done, measurement in executor.run(jobs)}
+    assert len(outcomes) == len(jobs)
+    for name, (status, text) in EXPECTED.items():
+        measurement = outcomes[f"gram.library.bad_{name}{{}}"]
+        assert measurement.status == status, (name, measurement)
+        assert text in measurement.log, (name, measurement.log)
+    assert "compiler says: line 7" in outcomes["gram.library.bad_compile{}"].log
+    assert (outcomes["gram.library.bad_values{}"].max_rel_err or 0) > 1e-3
+    slow = outcomes["gram.library.bad_slow{}"]
+    assert slow.median_us is not None and 3_000 <= slow.median_us < 300_000
+    library = outcomes["gram.library{'entry': 'baddbmm'}"]
+    assert library.ok and len(library.samples) >= 3 and library.max_rel_err is not None
+    assert library.log == "" and library.resources["launches_per_window"] > 1
+    assert outcomes["gram.library{'entry': 'no such field', 'x': 'y'}"].status == "compile_error"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_waiting_for_the_device_is_no_timeout_and_closing_kills(test_kernels: None) -> None:
+    with Executor("cpu", compile_timeout_s=0.5, run_timeout_s=60) as executor:
+        executor.submit(job("gram.library", {"entry": "baddbmm"}))
+        with device_lock("cpu"):
+            assert executor.wait(timeout_s=8) is None
+        outcome = executor.wait()
+        assert outcome is not None and outcome[1].ok
+        executor.submit(job("gram.library.bad_hang"))
+        assert not executor.has_room
+        with pytest.raises(RuntimeError, match="busy"):
+            executor.submit(job("gram.library.bad_hang"))
+        assert executor.wait(timeout_s=0.5) is None
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 5
+    assert executor.in_flight == 0
+
+
+STDIN_SCRIPT = """
+import os, sys
+from dmuon_tune.measure.executor import Executor, Job
+from dmuon_tune.problem import Problem
+job = Job("gram.library.bad_hang", Problem("gram", 1, 8, 8, 8, "float32", "float32"), {}, "cpu", 0)
+executor = Executor("cpu")
+executor.submit(job)
+while executor._busy[0]._phase != "running":
+    executor.wait(timeout_s=0.1)
+print(executor._busy[0]._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="death with the parent while busy needs prctl")
+def test_workers_of_a_script_on_stdin_start_and_die_with_it(test_kernels: None) -> None:
+    """No __main__ guard, no file to import again; the parent is SIGKILLed while its worker hangs in a kernel."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-"], input=STDIN_SCRIPT, capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == -9, done.stderr
+    worker = Path(f"/proc/{int(done.stdout)}")
+    deadline = time.monotonic() + 5
+    while _is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(worker)
+
+
+def _is_running(process: Path) -> bool:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,101 @@
+"""Timing protocols on real launches."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.kernel_specs import ops
+from dmuon_tune.measure import timing, verify
+from dmuon_tune.problem import Problem
+
+GRAM = ops()["gram"]
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def test_cpu_windows_rotate_buffers_and_slow_launches_get_fewer() -> None:
+    problem = Problem("gram", 1, 64, 64, 64, "float32", "float32")
+    addresses = set()
+
+    def launch(x: torch.Tensor, r: torch.Tensor, alpha: float) -> None:
+        addresses.add(x.data_ptr())
+        r.copy_(x)  # a product would wait for other processes' threads on a busy machine
+
+    fast = timing.time_launch(launch, GRAM, problem, "cpu", fingerprint("cpu"), 0)
+    assert len(fast.samples_us) >= timing.CPU_MIN_WINDOWS and fast.launches > 1
+    assert len(addresses) == fast.sets > 1
+
+    slow = timing.time_launch(lambda *_: time.sleep(0.2), GRAM, problem, "cpu", fingerprint("cpu"), 0)
+    assert (slow.launches, slow.sets, len(slow.samples_us)) == (1, 1, timing.CPU_MIN_WINDOWS)
+    assert all(sample >= 200_000 for sample in slow.samples_us)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["gram", "gemm_symmetric", "apply"])
+def test_scalars_keep_a_single_entry_away_from_cancellation(op: str, dtype: str) -> None:
+    epilogue = {"gram": "none", "gemm_symmetric": "ci", "apply": "c"}[op]
+    problem = Problem(op, 1, 1, 1, 1, dtype, dtype, "row", epilogue)
+    for seed in range(50):
+        scalars = verify.random_scalars(ops()[op], problem, seed)
+        assert len(set(scalars)) == len(scalars) and not {0.0, 1.0} & set(scalars)
+        result = ops()[op].reference(problem, *ops()[op].make_inputs(problem, "cpu", seed), *scalars)
+        if op == "gemm_symmetric":
+            assert abs(float(result)) > 0.2
+
+
+@gpu
+@needs_gpu
+def test_cuda_graph_times_agree_with_events() -> None:
+    problem = Problem("gram", 1, 2048, 2048, 2048)
+    x = torch.randn(1, 2048, 2048, device="cuda", dtype=torch.float16)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(20):
+        torch.bmm(x, x.mT)
+    begin.record()
+    for _ in range(50):
+        torch.bmm(x, x.mT)
+    end.record()
+    torch.cuda.synchronize()
+    expected_us = begin.elapsed_time(end) * 1000 / 50
+    timed = timing.time_launch(_bmm, GRAM, problem, "cuda", fingerprint("cuda"), 0)
+    assert len(timed.samples_us) == timing.WINDOWS and timed.sets > 1
+    assert expected_us / 2 < sorted(timed.samples_us)[7] < expected_us * 2
+
+
+@gpu
+@needs_gpu
+def test_a_launch_on_another_stream_is_found_out() -> None:
+    problem = Problem("gram", 1, 256, 256, 256)
+    side = torch.cuda.Stream()
+
+    def launch(x: torch.Tensor, r: torch.Tensor, alpha: float) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            with torch.cuda.stream(side):
+                _bmm(x, r, alpha)
+
+    with pytest.raises(RuntimeError, match="current stream"):
+        timing.time_launch(launch, GRAM, problem, "cuda", fingerprint("cuda"), 0)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("epilogue", ["none", "c", "i", "ci"])
+def test_the_library_verifies_on_the_gpu(epilogue: str) -> None:
+    from dmuon_tune.kernel_specs import kernel
+    from dmuon_tune.measure.build import compile_kernel
+
+    spec, device = kernel("gemm_symmetric.library"), fingerprint("cuda")
+    problem = Problem("gemm_symmetric", 3, 129, 129, 129, epilogue=epilogue)
+    compiled = compile_kernel(spec, problem, spec.untuned(problem, device), device)
+    for seed in range(5):
+        assert not verify.verify(compiled.launch, ops()["gemm_symmetric"], problem, "cuda", seed).failure
+
+
+def _bmm(x: torch.Tensor, r: torch.Tensor, alpha: float) -> None:
+    torch.baddbmm(r, x, x.mT, beta=0, alpha=alpha, out=r)
+
+
