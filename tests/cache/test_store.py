@@ -1,0 +1,149 @@
+"""The contract of every store: the same for a file and for a database in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from dmuon_tune.cache import Store, TuningKey
+from dmuon_tune.measurement import STATUSES, Measurement
+from dmuon_tune.recipe import Group, Recipe
+
+Ok = Callable[..., Measurement]
+CONFIG = {"block_m": 128, "swizzle": True, "order": "z", "nested": [1, 2]}
+
+
+@pytest.fixture(params=["file", "memory", "sqlite URL"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    path = tmp_path / "cache.sqlite"
+    with Store.open({"file": path, "memory": "sqlite://", "sqlite URL": f"sqlite:///{path}"}[request.param]) as opened:
+        yield opened
+
+
+def test_a_result_comes_back_as_it_was_kept(store: Store, key: TuningKey, ok: Ok) -> None:
+    measurement = ok(12.5, registers=96, smem_bytes=65536)
+    provenance = {"host": "node-1", "label": "größe ✓"}
+    store.record(key, CONFIG, measurement, provenance, validation="float64,poison,2-run")
+    entry = store.best(key)
+    assert entry is not None
+    assert (entry.key, entry.key.device.name) == (key, key.device.name)
+    assert (entry.config, entry.measurement, entry.provenance) == (CONFIG, measurement, provenance)
+    assert entry.validation == "float64,poison,2-run"
+    (trial,) = store.trials(key)
+    assert (trial.key_sha256, trial.config, trial.measurement) == (key.sha256, CONFIG, measurement)
+    assert datetime.fromisoformat(trial.created_at).utcoffset() is not None
+    assert store.all_trials() == [(key, trial)]
+
+
+def test_validation_is_taken_from_the_provenance(store: Store, key: TuningKey, ok: Ok) -> None:
+    store.record(key, CONFIG, ok(1.0), {"validation": "float64"})
+    entry = store.best(key)
+    assert entry is not None and entry.validation == "float64"
+
+
+def test_an_empty_store_answers_with_nothing(store: Store, key: TuningKey) -> None:
+    assert (store.trials(key), store.best(key), store.entries(), store.all_trials()) == ([], None, [], [])
+    assert (store.recipe(key.device, Group(1, 8, 8), "float16"), store.recipes(), store.counts()) == (None, [], {})
+
+
+@pytest.mark.parametrize("status", [status for status in STATUSES if status != "ok"])
+def test_failures_are_kept_and_never_win(store: Store, key: TuningKey, ok: Ok, status: str) -> None:
+    failure = Measurement(status, log="line one\nline two: \udcff\0")
+    store.record(key, CONFIG, failure, {})
+    assert store.best(key) is None and store.entries() == []
+    (trial,) = store.trials(key)
+    assert trial.measurement.status == status and trial.measurement.log == "line one\nline two: ?"
+    assert store.counts() == {status: 1}
+
+
+def test_an_error_that_is_not_a_number_stays_an_error(store: Store, key: TuningKey) -> None:
+    store.record(key, CONFIG, Measurement("wrong_result", max_rel_err=math.nan), {})
+    assert store.trials(key)[0].measurement.max_rel_err == math.inf
+
+
+def test_of_one_configuration_the_better_result_stays(store: Store, key: TuningKey, ok: Ok) -> None:
+    crashed, slow, fast = Measurement("crashed", log="signal 11"), ok(20.0), ok(10.0)
+    for recorded, expected in [
+        (crashed, crashed),
+        (Measurement("timeout"), crashed),
+        (slow, slow),
+        (Measurement("timeout"), slow),
+        (fast, fast),
+        (slow, fast),
+        (crashed, fast),
+    ]:
+        store.record(key, dict(reversed(CONFIG.items())), recorded, {"of": recorded.status})
+        (trial,) = store.trials(key)
+        assert trial.measurement == expected
+    entry = store.best(key)
+    assert entry is not None and (entry.measurement, entry.provenance) == (fast, {"of": "ok"})
+
+
+def test_the_fastest_ok_configuration_wins_in_any_order(store: Store, key: TuningKey, ok: Ok) -> None:
+    store.record(key, {"block": 0}, Measurement("wrong_result"), {})
+    for block, median_us in [(1, 30.0), (2, 10.0), (3, 20.0)]:
+        store.record(key, {"block": block}, ok(median_us), {})
+    entry = store.best(key)
+    assert entry is not None and entry.config == {"block": 2}
+    assert [trial.config["block"] for trial in store.trials(key)] == [0, 1, 2, 3]
+    assert store.counts() == {"ok": 3, "wrong_result": 1}
+    store.record(key, {"block": 3}, ok(5.0), {})
+    entry = store.best(key)
+    assert entry is not None and entry.config == {"block": 3} and entry.measurement == ok(5.0)
+
+
+@pytest.mark.parametrize("part", ["problem", "kernel", "spec_digest", "device", "toolchain"])
+def test_another_key_is_a_miss(
+    store: Store, key: TuningKey, other_keys: dict[str, TuningKey], ok: Ok, part: str
+) -> None:
+    store.record(key, CONFIG, ok(1.0), {})
+    assert store.best(other_keys[part]) is None and store.trials(other_keys[part]) == []
+
+
+def test_entries_are_each_keys_best_fastest_first(
+    store: Store, key: TuningKey, other_keys: dict[str, TuningKey], ok: Ok
+) -> None:
+    for median_us, one in enumerate([key, *other_keys.values()], start=1):
+        store.record(one, {"block": 1}, ok(10.0 - median_us), {})
+        store.record(one, {"block": 2}, ok(100.0), {})
+    found = store.entries()
+    assert [entry.key for entry in found] == [key, *other_keys.values()][::-1]
+    assert all(entry.config == {"block": 1} for entry in found)
+    of_problem = {entry.key for entry in store.entries(key.problem)}
+    assert of_problem == {key, *other_keys.values()} - {other_keys["problem"]}
+    of_both = {entry.key for entry in store.entries(key.problem, key.device)}
+    assert of_both == of_problem - {other_keys["device"]}
+    assert {entry.key for entry in store.entries(device=other_keys["device"].device)} == {other_keys["device"]}
+
+
+def test_the_same_silicon_under_another_name_hits(store: Store, key: TuningKey, ok: Ok) -> None:
+    store.record(key, CONFIG, ok(1.0), {})
+    renamed = replace(key.device, name="NVIDIA H200 NVL")
+    assert store.best(replace(key, device=renamed)) is not None
+    assert len(store.entries(key.problem, renamed)) == 1
+    store.put_recipe(renamed, Recipe(Group(1, 8, 16), "gram", "float16"))
+    assert store.recipe(key.device, Group(1, 8, 16), "float16") is not None
+
+
+def test_recipes_are_kept_by_device_group_and_dtype(store: Store, key: TuningKey, other_keys: dict[str, TuningKey]) -> None:
+    device, group = key.device, Group(8, 2048, 5464)
+    old = Recipe(group, "plain", "float16", cost_us=90.0)
+    new = Recipe(group, "gram", "float16", steps=6, restarts=(2, 4), cost_us=120.0)
+    other_dtype = Recipe(group, "gram", "bfloat16")
+    tall = Recipe(Group(8, 5464, 2048), "gram", "float16", restarts=())
+    for recipe in (old, new, other_dtype, tall):
+        store.put_recipe(device, recipe)
+    elsewhere = other_keys["device"].device
+    store.put_recipe(elsewhere, old)
+    assert store.recipe(device, group, "float16") == new
+    assert store.recipe(device, group, "bfloat16") == other_dtype
+    assert store.recipe(device, group, "float32") is None
+    assert store.recipe(device, Group(7, 2048, 5464), "float16") is None
+    assert store.recipes(device) == [new, other_dtype, tall]
+    assert store.recipes(elsewhere) == [old]
+    assert len(store.recipes()) == 4
