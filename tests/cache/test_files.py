@@ -1,0 +1,273 @@
+"""Bad, read-only, odd and busy files: one line that says what to do, and nothing lost or left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from dmuon_tune.cache import Store, TuningKey
+from dmuon_tune.cache.migrations import found_version, prepare, require_current
+from dmuon_tune.errors import CacheError, UsageError
+from dmuon_tune.measurement import Measurement
+
+Ok = Callable[..., Measurement]
+
+
+def filled(path: Path, key: TuningKey, measurement: Measurement) -> Path:
+    with Store.open(path) as store:
+        for block in range(40):
+            store.record(key, {"block": block, "text": "x" * 200}, measurement, {})
+    return path
+
+
+def set_version(path: Path, version: str) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE dmuon_meta SET value = ? WHERE name = 'schema_version'", (version,))
+    connection.commit()
+    connection.close()
+
+
+def not_sqlite(path: Path) -> None:
+    path.write_text("block_m,median_us\n128,12.5\n" * 100)
+
+
+def short_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5000])
+
+
+def other_database(path: Path) -> None:
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    connection.close()
+
+
+def no_version(path: Path) -> None:
+    set_version(path, "one")
+
+
+CORRUPTIONS = [not_sqlite, short_header, truncated, other_database, no_version]
+
+
+def assert_one_useful_line(error: CacheError, path: Path) -> None:
+    message = str(error)
+    assert "\n" not in message and str(path) in message and ";" in message
+    assert error.exit_code == 4
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("corrupt", CORRUPTIONS)
+def test_a_corrupt_file_is_refused_and_left_alone(
+    tmp_path: Path, key: TuningKey, ok: Ok, corrupt: Callable[[Path], None], read_only: bool
+) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    corrupt(path)
+    before = path.read_bytes()
+    with pytest.raises(CacheError) as caught:
+        Store.open(path, read_only=read_only)
+    assert_one_useful_line(caught.value, path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("corrupt", CORRUPTIONS)
+def test_the_users_corrupt_file_is_set_aside(
+    tmp_path: Path,
+    key: TuningKey,
+    ok: Ok,
+    corrupt: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    corrupt(path)
+    damaged = path.read_bytes()
+    with Store.open_user(path) as store:
+        assert store.entries() == []
+        store.record(key, {"block": 1}, ok(2.0), {})
+    (warning,) = caplog.messages
+    assert "\n" not in warning and str(path) in warning and "set aside" in warning
+    (aside,) = tmp_path.glob("cache.sqlite.corrupt-*")
+    assert aside.read_bytes() == damaged and aside.name in warning
+    caplog.clear()
+    with Store.open_user(path) as store:
+        assert len(store.entries()) == 1
+    assert caplog.messages == []
+
+
+def test_damage_inside_the_file_is_found_before_tuning(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    content = bytearray(path.read_bytes())
+    for page in range(2, len(content) // 4096):  # page 1 holds the schema and stays whole
+        content[page * 4096 : page * 4096 + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    with Store.open_user(path) as store:
+        assert store.all_trials() == []
+    assert len(list(tmp_path.glob("*.corrupt-*"))) == 1
+
+
+@pytest.mark.parametrize("open_store", [Store.open, lambda path: Store.open(path, read_only=True), Store.open_user])
+def test_a_newer_schema_is_refused_with_both_versions(
+    tmp_path: Path, key: TuningKey, ok: Ok, open_store: Callable[[Path], Store]
+) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    set_version(path, "7")
+    with pytest.raises(CacheError, match="needs schema version 7, this dmuon-tune supports 1; upgrade") as caught:
+        open_store(path)
+    assert_one_useful_line(caught.value, path)
+    assert os.listdir(tmp_path) == ["cache.sqlite"]
+
+
+def test_an_older_schema_is_migrated_in_one_transaction(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    engine = create_engine(f"sqlite:///{path}")
+    steps = {
+        1: lambda connection: connection.execute(text("ALTER TABLE dmuon_trials ADD COLUMN energy_j FLOAT")),
+        2: lambda connection: connection.execute(text("UPDATE dmuon_trials SET energy_j = 1.5")),
+    }
+    with engine.connect() as connection, pytest.raises(CacheError, match="schema version 1 and is opened read-only"):
+        require_current(connection, str(path), version=3)
+    with engine.begin() as connection:
+        prepare(connection, str(path), version=3, migrations=steps)
+    with engine.connect() as connection:
+        assert found_version(connection, str(path)) == 3
+        assert connection.scalar(text("SELECT sum(energy_j) FROM dmuon_trials")) == 60.0
+        require_current(connection, str(path), version=3)
+    with pytest.raises(CacheError, match="needs schema version 3"):
+        Store.open(path)
+
+
+def test_an_absent_or_empty_file_is_no_cache_to_read(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    with pytest.raises(CacheError, match="no cache at .*dmuon-tune tune"):
+        Store.open(path, read_only=True)
+    assert os.listdir(tmp_path) == []
+    path.touch()
+    with pytest.raises(CacheError, match="is empty"):
+        Store.open(path, read_only=True)
+    with Store.open(path) as store:
+        assert store.counts() == {}
+
+
+def test_a_folder_is_no_cache(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="is a folder; name a file in it"):
+        Store.open(tmp_path)
+
+
+def test_a_read_only_store_refuses_to_write(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    before = path.read_bytes()
+    with Store.open(path, read_only=True) as store:
+        with pytest.raises(CacheError, match="read-only; set DMUON_TUNE_CACHE_DIR") as caught:
+            store.record(key, {}, ok(1.0), {})
+        assert_one_useful_line(caught.value, path)
+    assert path.read_bytes() == before
+
+
+def test_a_locked_file_is_refused_after_the_busy_timeout(
+    tmp_path: Path, key: TuningKey, ok: Ok, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMUON_TUNE_BUSY_TIMEOUT_S", "0.2")
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    holder = sqlite3.connect(path, isolation_level=None)
+    with Store.open(path) as store:
+        holder.execute("BEGIN IMMEDIATE")
+        for attempt in (
+            lambda: store.record(key, {"block": -1}, ok(0.5), {}),
+            lambda: Store.open(path),
+            lambda: Store.open_user(path),
+        ):
+            with pytest.raises(CacheError, match=r"locked .* 0\.2 s; .*DMUON_TUNE_BUSY_TIMEOUT_S") as caught:
+                attempt()
+            assert_one_useful_line(caught.value, path)
+        assert store.counts() == {"ok": 40}, "readers do not wait for a writer"
+        holder.execute("ROLLBACK")
+        store.record(key, {"block": -1}, ok(0.5), {})
+    holder.close()
+    assert list(tmp_path.glob("*.corrupt-*")) == []
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan"])
+def test_a_bad_busy_timeout_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("DMUON_TUNE_BUSY_TIMEOUT_S", value)
+    with pytest.raises(UsageError, match="must be seconds"):
+        Store.open(tmp_path / "cache.sqlite")
+
+
+@pytest.mark.parametrize("name", ["größe 中文", "a b", "50%25", "what?mode=memory", "#1", "file:x", os.fsdecode(b"\xff")])
+def test_any_path_works(tmp_path: Path, key: TuningKey, ok: Ok, name: str) -> None:
+    path = filled(tmp_path / name / f"{name}.sqlite", key, ok(1.0))
+    for shipped in (False, True):
+        with Store.open(str(path), read_only=True, shipped=shipped) as store:
+            assert len(store.trials(key)) == 40
+    assert os.listdir(tmp_path) == [name] and os.listdir(tmp_path / name) == [path.name]
+
+
+def test_reading_leaves_nothing_behind(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    before = path.stat().st_mtime_ns
+    for shipped in (False, True):
+        with Store.open(path, read_only=True, shipped=shipped) as store:
+            assert store.best(key) is not None
+            assert os.listdir(tmp_path) == ["cache.sqlite"]
+    assert os.listdir(tmp_path) == ["cache.sqlite"] and path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("shipped", [False, True])
+def test_a_cache_that_is_being_written_is_readable(tmp_path: Path, key: TuningKey, ok: Ok, shipped: bool) -> None:
+    path = tmp_path / "cache.sqlite"
+    with Store.open(path) as writer:
+        writer.record(key, {"block": 0}, ok(1.0), {})
+        assert Path(f"{path}-wal").stat().st_size > 0
+        with Store.open(path, read_only=True, shipped=shipped) as reader:
+            assert len(reader.trials(key)) == 1
+            writer.record(key, {"block": 1}, ok(1.0), {})
+            assert len(reader.trials(key)) == 2
+
+
+def test_a_reader_does_not_keep_a_writer_out(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    with Store.open(path, read_only=True) as reader:
+        assert len(reader.trials(key)) == 40
+        with Store.open(path) as writer:
+            writer.record(key, {"block": 40}, ok(1.0), {})
+            assert len(reader.trials(key)) == 41
+        assert len(reader.trials(key)) == 41
+
+
+def test_a_broken_reference_is_refused(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "cache.sqlite") as store, store._writing() as session:
+        assert session.scalar(text("PRAGMA foreign_keys")) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "hint"),
+    [
+        ("oracle9://host/x", CacheError, "postgres"),
+        ("postgresql+nodriver://u:secret@host/x", CacheError, "postgres"),
+        ("", UsageError, "empty"),
+    ],
+)
+def test_an_unusable_url_is_one_line_without_its_password(url: str, error: type[Exception], hint: str) -> None:
+    with pytest.raises(error, match=hint) as caught:
+        Store.open(url)
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_no_warning_for_a_sound_user_cache(
+    tmp_path: Path, key: TuningKey, ok: Ok, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {"DMUON_TUNE_CACHE_DIR": str(tmp_path / "new" / "folder")}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with Store.open_user(environ=environ) as store:
+                store.record(key, {}, ok(1.0), {})
+    assert caplog.messages == [] and (tmp_path / "new" / "folder" / "cache.sqlite").is_file()
