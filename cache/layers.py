@@ -95,8 +95,10 @@ class Layers:
             by_path.setdefault(layer.path, layer)
         return list(by_path.values())
 
-    def entries(self, problem: Problem, device: DeviceFingerprint) -> list[tuple[str, CacheEntry]]:
-        """(Layer label, entry) of every key's best entry for a problem on a device model: layers in order of
+    def entries(
+        self, problem: Problem | None, device: DeviceFingerprint | None
+    ) -> list[tuple[str, CacheEntry]]:
+        """(Layer label, entry) of every key's best entry (None: for all problems, devices): layers in order of
         precedence, within a layer the fastest first."""
         result: list[tuple[str, CacheEntry]] = []
         for layer in self._layers:

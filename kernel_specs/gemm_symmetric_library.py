@@ -19,7 +19,8 @@ def build(problem: Problem, config: LibraryConfig, device: DeviceFingerprint) ->
 
     def launch(a: Tensor, b: Tensor, *rest: Any) -> None:
         c, d, scalars = (rest[0], rest[1], rest[2:]) if problem.has_c else (rest[0], rest[0], rest[1:])
-        left, right = (a, b.mT) if problem.layout == "row" else (a.mT, b)
+        # A·B, not A·Bᵀ: equal for a symmetric B, but rounding's asymmetry grows along a chain of A·Bᵀ (9× in fp16).
+        left, right = (a, b) if problem.layout == "row" else (a.mT, b.mT)
         multiply(c, left, right, d, scalars[0], scalars[1] if problem.has_c else 0.0)
         if problem.has_identity:
             d.diagonal(dim1=-2, dim2=-1).add_(scalars[-1])
