@@ -48,10 +48,17 @@ def locate(path_or_url: str | Path) -> Path | URL | None:
     try:
         url = make_url(path_or_url)
     except (ArgumentError, ValueError) as error:
-        raise UsageError(f"{path_or_url} is not a database URL; use a file path or postgresql://…") from error
-    if url.get_backend_name() != "sqlite":
+        raise UsageError("the cache's URL is malformed; use a file path or postgresql://user@host/name") from error
+    if url.get_backend_name() == "postgresql":
         return url
+    if url.get_backend_name() != "sqlite":
+        raise UsageError(f"cache {describe(url)} is of no known database; use a file path or postgresql://…")
     return Path(url.database).absolute() if url.database not in (None, "", ":memory:") else None
+
+
+def describe(location: Path | URL | None) -> str:
+    """A location for messages; a URL without its password."""
+    return location.render_as_string() if isinstance(location, URL) else str(location or "in memory")
 
 
 def open_engine(location: Path | URL | None, read_only: bool, shipped: bool = False) -> Engine:
@@ -64,8 +71,7 @@ def open_engine(location: Path | URL | None, read_only: bool, shipped: bool = Fa
         try:
             return create_engine(location, pool_pre_ping=True)
         except (ImportError, NoSuchModuleError) as error:
-            hint = "install dmuon-tune[postgres]"
-            raise CacheError(f"no driver for {location.render_as_string()}: {error}; {hint}") from error
+            raise CacheError(f"no driver for {describe(location)}: {error}; install dmuon-tune[postgres]") from error
     pool: type[Pool] = StaticPool  # a database in memory lives as long as its one connection
     if location is None:
         database = "file::memory:"

@@ -24,7 +24,7 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
-from .database import SIDE_FILES, locate, make_folder, open_engine, rest, translated_errors, use_wal
+from .database import SIDE_FILES, describe, locate, make_folder, open_engine, rest, translated_errors, use_wal
 from .key import TuningKey
 from .migrations import CorruptCacheError, prepare, require_current
 from .models import DeviceRow, KernelRow, KeyRow, ProblemRow, RecipeRow, ToolchainRow, TrialRow, WinnerRow
@@ -63,7 +63,7 @@ class Store:
     def __init__(self, engine: Engine, location: Path | URL | None, read_only: bool) -> None:
         self._engine = engine
         self._location = location
-        self.where = location.render_as_string() if isinstance(location, URL) else str(location or "in memory")
+        self.where = describe(location)
         self.read_only = read_only
         self._upsert: Any = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
 
@@ -75,10 +75,9 @@ class Store:
         a cache, is damaged, of a newer schema or locked, cannot be written, or (read-only) does not exist.
         """
         location = locate(path_or_url)
-        where = str(location) if isinstance(location, Path) else "in memory"
         if isinstance(location, Path) and os.path.isdir(location):
             raise CacheError(f"cache {location} is a folder; name a file in it")
-        with translated_errors(where):
+        with translated_errors(describe(location)):
             store = cls(open_engine(location, read_only, shipped), location, read_only)
         try:
             store._check_schema()

@@ -17,12 +17,14 @@ from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.measurement import Measurement
 
 Ok = Callable[..., Measurement]
+ROWS = 12
+NAMES = ["größe 中文", "a b", "50%25", "what?mode=memory", "#1", "file:x", os.fsdecode(b"\xff")]
 
 
 def filled(path: Path, key: TuningKey, measurement: Measurement) -> Path:
     with Store.open(path) as store:
-        for block in range(40):
-            store.record(key, {"block": block, "text": "x" * 200}, measurement, {})
+        for block in range(ROWS):
+            store.record(key, {"block": block, "text": "x" * 1000}, measurement, {})
     return path
 
 
@@ -30,6 +32,13 @@ def set_version(path: Path, version: str) -> None:
     connection = sqlite3.connect(path)
     connection.execute("UPDATE dmuon_meta SET value = ? WHERE name = 'schema_version'", (version,))
     connection.commit()
+    connection.close()
+
+
+def stay_wal(path: Path) -> None:
+    """Leave the file marked for write-ahead logging, as a killed process does."""
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
     connection.close()
 
 
@@ -139,7 +148,7 @@ def test_an_older_schema_is_migrated_in_one_transaction(tmp_path: Path, key: Tun
         prepare(connection, str(path), version=3, migrations=steps)
     with engine.connect() as connection:
         assert found_version(connection, str(path)) == 3
-        assert connection.scalar(text("SELECT sum(energy_j) FROM dmuon_trials")) == 60.0
+        assert connection.scalar(text("SELECT sum(energy_j) FROM dmuon_trials")) == 1.5 * ROWS
         require_current(connection, str(path), version=3)
     with pytest.raises(CacheError, match="needs schema version 3"):
         Store.open(path)
@@ -188,7 +197,7 @@ def test_a_locked_file_is_refused_after_the_busy_timeout(
             with pytest.raises(CacheError, match=r"locked .* 0\.2 s; .*DMUON_TUNE_BUSY_TIMEOUT_S") as caught:
                 attempt()
             assert_one_useful_line(caught.value, path)
-        assert store.counts() == {"ok": 40}, "readers do not wait for a writer"
+        assert store.counts() == {"ok": ROWS}, "readers do not wait for a writer"
         holder.execute("ROLLBACK")
         store.record(key, {"block": -1}, ok(0.5), {})
     holder.close()
@@ -202,13 +211,21 @@ def test_a_bad_busy_timeout_is_a_usage_error(tmp_path: Path, monkeypatch: pytest
         Store.open(tmp_path / "cache.sqlite")
 
 
-@pytest.mark.parametrize("name", ["größe 中文", "a b", "50%25", "what?mode=memory", "#1", "file:x", os.fsdecode(b"\xff")])
+@pytest.mark.parametrize("name", NAMES)
 def test_any_path_works(tmp_path: Path, key: TuningKey, ok: Ok, name: str) -> None:
     path = filled(tmp_path / name / f"{name}.sqlite", key, ok(1.0))
     for shipped in (False, True):
         with Store.open(str(path), read_only=True, shipped=shipped) as store:
-            assert len(store.trials(key)) == 40
+            assert len(store.trials(key)) == ROWS
     assert os.listdir(tmp_path) == [name] and os.listdir(tmp_path / name) == [path.name]
+
+
+def test_a_shipped_file_needs_no_side_files(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    stay_wal(path)
+    with Store.open(path, read_only=True, shipped=True) as store:
+        assert len(store.trials(key)) == ROWS
+        assert os.listdir(tmp_path) == ["cache.sqlite"]
 
 
 def test_reading_leaves_nothing_behind(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
@@ -236,22 +253,25 @@ def test_a_cache_that_is_being_written_is_readable(tmp_path: Path, key: TuningKe
 def test_a_reader_does_not_keep_a_writer_out(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
     with Store.open(path, read_only=True) as reader:
-        assert len(reader.trials(key)) == 40
+        assert len(reader.trials(key)) == ROWS
         with Store.open(path) as writer:
-            writer.record(key, {"block": 40}, ok(1.0), {})
-            assert len(reader.trials(key)) == 41
-        assert len(reader.trials(key)) == 41
+            writer.record(key, {"block": ROWS}, ok(1.0), {})
+            assert len(reader.trials(key)) == ROWS + 1
+        assert len(reader.trials(key)) == ROWS + 1
 
 
-def test_a_broken_reference_is_refused(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "cache.sqlite") as store, store._writing() as session:
-        assert session.scalar(text("PRAGMA foreign_keys")) == 1
+def test_a_row_that_others_refer_to_cannot_go(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    with Store.open(filled(tmp_path / "cache.sqlite", key, ok(1.0))) as store:
+        with pytest.raises(CacheError, match="FOREIGN KEY"), store._writing() as session:
+            session.execute(text("DELETE FROM dmuon_keys"))
+        assert len(store.trials(key)) == ROWS
 
 
 @pytest.mark.parametrize(
     ("url", "error", "hint"),
     [
-        ("oracle9://host/x", CacheError, "postgres"),
+        ("oracle://u:secret@host/x", UsageError, "postgresql://"),
+        ("postgresql://u:secret@host:port/x", UsageError, "malformed"),
         ("postgresql+nodriver://u:secret@host/x", CacheError, "postgres"),
         ("", UsageError, "empty"),
     ],

@@ -133,6 +133,9 @@ def test_a_user_without_home_or_passwd_entry(
 ) -> None:
     with Store.open(open_folder / "cache.sqlite") as store:
         store.record(key, {"block": 0}, ok(3.0), {})
+    connection = sqlite3.connect(open_folder / "cache.sqlite")
+    connection.execute("PRAGMA journal_mode=WAL")  # needs side files, which the stranger cannot make
+    connection.close()
     for name, mode in (("writable", 0o777), ("hidden", 0o700)):
         (open_folder / name).mkdir()
         (open_folder / name).chmod(mode)

@@ -130,7 +130,9 @@ def test_the_same_silicon_under_another_name_hits(store: Store, key: TuningKey, 
     assert store.recipe(key.device, Group(1, 8, 16), "float16") is not None
 
 
-def test_recipes_are_kept_by_device_group_and_dtype(store: Store, key: TuningKey, other_keys: dict[str, TuningKey]) -> None:
+def test_recipes_are_kept_by_device_group_and_dtype(
+    store: Store, key: TuningKey, other_keys: dict[str, TuningKey]
+) -> None:
     device, group = key.device, Group(8, 2048, 5464)
     old = Recipe(group, "plain", "float16", cost_us=90.0)
     new = Recipe(group, "gram", "float16", steps=6, restarts=(2, 4), cost_us=120.0)
