@@ -1,0 +1,13 @@
+"""The runtime: a plan (cache → callables), Newton–Schulz on it, and the Muon optimizer that uses both."""
+
+from __future__ import annotations
+
+if __name__ == "runtime":
+    raise ImportError("import dmuon_tune.runtime, not runtime")
+
+from .coefficients import COEFFICIENTS, CoefficientSet
+from .muon import Muon
+from .newton_schulz import GramNewtonSchulz
+from .plan import Plan, plan
+
+__all__ = ["COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "plan"]

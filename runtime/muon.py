@@ -1,0 +1,224 @@
+"""Muon: the optimizer for one process; matrices by Newton–Schulz on tuned kernels, the rest by PyTorch's AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from dmuon_tune.cache import Layers
+from dmuon_tune.errors import UsageError
+from dmuon_tune.matrices import select
+from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS
+from dmuon_tune.recipe import groups as cut
+
+from .coefficients import DEFAULT_COEFFICIENTS
+from .newton_schulz import Coefficients, GramNewtonSchulz
+from .plan import Plan
+
+# Update scale by (rows, cols) of the stored parameter, out × in.
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "jordan": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),  # kellerjordan.github.io/posts/muon
+    "moonlight": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),  # arXiv 2502.16982: AdamW's update RMS
+    "spectral": lambda rows, cols: math.sqrt(rows / cols),  # arXiv 2310.17813: the muP scale
+    "none": lambda rows, cols: 1.0,
+}
+FUSED_DEVICES = ("cuda", "cpu")
+
+
+class Muon(Optimizer):
+    """W ← (1 − lr·λ)W − lr·s·polar(U), with M ← μM + G and U = G + μM (Nesterov) or M.
+
+    ``params`` is a module, whose hidden matrices (``matrices.select`` with ``include``/``exclude``) go to Muon and the
+    rest to AdamW with the ``adamw_*`` options; or parameters and parameter groups as for any optimizer, where a
+    group's ``use_muon`` (default True) says which it is and its own options override. A 3-D parameter is a batch of
+    matrices. ``scale`` is s: ``jordan``, ``moonlight``, ``spectral`` or ``none``. ``coefficients``, ``steps``,
+    ``restarts``, ``ns_dtype`` and ``eps`` are :class:`GramNewtonSchulz`'s. Matrices of equal shape are orthogonalized
+    together, whatever their group. Kernels are resolved once, at the first step or by :meth:`plan`, from the caches in
+    ``layers`` (default: those of this machine). Raises UsageError for options or parameters it cannot use, by name.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        scale: str = "jordan",
+        coefficients: Coefficients = DEFAULT_COEFFICIENTS,
+        steps: int = DEFAULT_STEPS,
+        restarts: Sequence[int] = DEFAULT_RESTARTS,
+        ns_dtype: str | torch.dtype | None = None,
+        eps: float = 1e-7,
+        adamw_lr: float = 3e-4,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.0,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        layers: Layers | None = None,
+        on_miss: str | None = None,
+    ) -> None:
+        self._newton_schulz = GramNewtonSchulz(
+            coefficients, steps, restarts, ns_dtype, layers=layers, on_miss=on_miss, eps=eps
+        )
+        self._adamw_options = {
+            "lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay,
+        }
+        self._adamw: AdamW | None = None
+        self._planned = False
+        defaults = {
+            "use_muon": True, "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
+            "scale": scale,
+        }
+        groups = _groups_of(params, include, exclude) if isinstance(params, nn.Module) else params
+        super().__init__(groups, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; with ``use_muon`` False its missing options are the constructor's ``adamw_*``."""
+        if not isinstance(param_group, dict):
+            raise UsageError(f"a parameter group must be a dict, not {type(param_group).__name__}")
+        group = dict(param_group)
+        if not group.setdefault("use_muon", True):
+            group = {**self._adamw_options, **group}
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        try:
+            _check_group(added, len(self.param_groups) - 1)
+        except UsageError:
+            self.param_groups.pop()
+            raise
+        if not added["use_muon"]:
+            for name in ("momentum", "nesterov", "scale"):
+                added.pop(name, None)
+            # PyTorch's load_state_dict reads this key to keep AdamW's step counter on the parameter's device.
+            added.setdefault("fused", all(p.device.type in FUSED_DEVICES for p in added["params"]))
+        self._adamw = None
+        self._planned = False
+
+    def plan(self) -> tuple[Plan, ...]:
+        """Resolve the kernels of every matrix now, one plan a device; otherwise the first step does it."""
+        shapes: dict[torch.device, list[tuple[int, int]]] = {}
+        for group in self._muon_groups():
+            for p in group["params"]:
+                matrices = p.shape[0] if p.ndim == 3 else 1
+                shapes.setdefault(p.device, []).extend([(p.shape[-2], p.shape[-1])] * matrices)
+        self._planned = True
+        return tuple(self._newton_schulz.plan_for(cut(found), device) for device, found in shapes.items())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; ``closure`` re-evaluates the model and returns the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._planned:
+            self.plan()
+        self._muon_step()
+        self._adamw_step()
+        return loss
+
+    def _muon_groups(self) -> Iterator[dict[str, Any]]:
+        return (group for group in self.param_groups if group["use_muon"])
+
+    def _muon_step(self) -> None:
+        batches: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, float]]] = {}
+        for index, group in enumerate(self.param_groups):
+            if not group["use_muon"]:
+                continue
+            params = [p for p in group["params"] if p.grad is not None]
+            updates = self._momentum(group, index, params)
+            lr = float(group["lr"])
+            if group["weight_decay"] and params:
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            for p, update in zip(params, updates, strict=True):
+                rate = lr * SCALES[group["scale"]](p.shape[-2], p.shape[-1])
+                batch = batches.setdefault((p.device, p.dtype, *p.shape[-2:]), [])
+                pairs = zip(p.unbind(), update.unbind(), strict=True) if p.ndim == 3 else [(p, update)]
+                batch.extend((weight, matrix, -rate) for weight, matrix in pairs)
+        for batch in batches.values():
+            for start, polar in self._newton_schulz.chunks([matrix for _, matrix, _ in batch]):
+                members = batch[start : start + len(polar)]
+                directions = polar.to(members[0][0].dtype).unbind()
+                for rate in {rate for _, _, rate in members}:
+                    at = [position for position, member in enumerate(members) if member[2] == rate]
+                    torch._foreach_add_([members[i][0] for i in at], [directions[i] for i in at], alpha=rate)
+
+    def _momentum(self, group: dict[str, Any], index: int, params: list[Tensor]) -> Sequence[Tensor]:
+        """Update the momentum buffers of ``params`` and return U for each."""
+        if not params:
+            return ()
+        gradients = [p.grad for p in params if p.grad is not None]
+        for p, gradient in zip(params, gradients, strict=True):
+            if gradient.layout != torch.strided:
+                position = next(i for i, candidate in enumerate(group["params"]) if candidate is p)
+                raise UsageError(f"{_name(group, index, position)}: Muon needs dense gradients; use AdamW for it")
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, gradients)
+        if not group["nesterov"]:
+            return buffers
+        return torch._foreach_add(gradients, buffers, alpha=group["momentum"])
+
+    def _adamw_step(self) -> None:
+        groups = [group for group in self.param_groups if not group["use_muon"]]
+        if not groups:
+            return
+        if self._adamw is None:
+            self._adamw = AdamW(groups)  # fills the groups' missing AdamW options in place
+        self._adamw.param_groups = groups
+        self._adamw.state = self.state
+        self._adamw.step()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"_newton_schulz": self._newton_schulz, "_adamw_options": self._adamw_options}
+        return {**super().__getstate__(), **kept, "_adamw": None, "_planned": False}
+
+
+def _groups_of(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> list[dict[str, Any]]:
+    """A module's parameters as a Muon group and an AdamW group, each (name, parameter) in the module's order."""
+    named = {
+        name: p for name, p in module.named_parameters() if p.requires_grad or p.is_floating_point()
+    }
+    selection = select(((name, tuple(p.shape)) for name, p in named.items()), include, exclude)
+    matrices = [(matrix.name, named[matrix.name]) for matrix in selection.matrices]
+    rest = [(left.name, named[left.name]) for left in selection.left_out]
+    groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+    found = [group for group in groups if group["params"]]
+    if not found:
+        raise UsageError(f"{type(module).__name__} has no parameters to optimize")
+    return found
+
+
+def _name(group: dict[str, Any], index: int, position: int) -> str:
+    names = group.get("param_names")
+    shape = "x".join(str(extent) for extent in group["params"][position].shape)
+    return f"parameter {names[position]!r}" if names else f"parameter {position} of group {index} ({shape})"
+
+
+def _check_group(group: dict[str, Any], index: int) -> None:
+    for option in ("lr", "weight_decay"):
+        if not 0.0 <= float(group[option]) < math.inf:
+            raise UsageError(f"group {index}: {option} must be a finite number of at least 0, not {group[option]!r}")
+    if not group["use_muon"]:
+        return
+    if not 0.0 <= group["momentum"] < 1.0:
+        raise UsageError(f"group {index}: momentum must lie in [0, 1), not {group['momentum']!r}")
+    if group["scale"] not in SCALES:
+        raise UsageError(f"group {index}: unknown scale {group['scale']!r}; choose one of {', '.join(SCALES)}")
+    for position, p in enumerate(group["params"]):
+        if not p.is_floating_point():
+            raise UsageError(f"{_name(group, index, position)}: Muon needs real floating-point weights, not {p.dtype}")
+        if p.ndim not in (2, 3) or 0 in p.shape:
+            raise UsageError(
+                f"{_name(group, index, position)}: Muon takes matrices and 3-D batches of them; "
+                "put it in a group with use_muon=False"
+            )

@@ -1,0 +1,193 @@
+"""The plan: every product of a model's orthogonalization resolved once, from the cache, to a callable."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from logging import getLogger
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+import dmuon_tune
+from dmuon_tune.backends import probe
+from dmuon_tune.cache import Layers
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.errors import DmuonTuneError, MissingEntryError, UsageError
+from dmuon_tune.problem import DTYPES, Problem
+from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, Recipe, chain, default_dtype, default_form
+
+from .resolve import Binding, Resolver
+
+ON_MISS_VARIABLE = "DMUON_TUNE_ON_MISS"
+POLICIES = ("heuristic", "nearest", "tune", "error")
+
+logger = getLogger("dmuon_tune.runtime")
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """How one group is orthogonalized: its recipe, the layer that named it (empty: the default), its products."""
+
+    recipe: Recipe
+    layer: str
+    bindings: Mapping[tuple[str, str], Binding]  # (op, epilogue) → product
+
+    @property
+    def cost_us(self) -> float | None:
+        """Sum of the tuned times over the chain, in microseconds; None where a product was not timed."""
+        recipe = self.recipe
+        counts = chain(recipe.group, recipe.form, recipe.dtype, recipe.steps, recipe.restarts)
+        times = [(self.bindings[p.op, p.epilogue].median_us, count) for p, count in counts.items()]
+        if any(median is None for median, _ in times):
+            return None
+        return sum((median or 0.0) * count for median, count in times)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every group of a model runs on one device; it never changes after :func:`plan` made it.
+
+    ``missing`` are the problems without a tuned entry and ``command`` is what fills them (empty where none is);
+    ``failures`` says of each kernel that did not compile why, and the library runs in its place.
+    """
+
+    device: str
+    fingerprint: DeviceFingerprint
+    groups: Mapping[Group, GroupPlan]
+    missing: tuple[Problem, ...] = ()
+    command: str = ""
+    failures: tuple[str, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a product of a group: group, form, problem, count, origin, layer, kernel, config, median_us."""
+        rows = []
+        for group, planned in self.groups.items():
+            recipe = planned.recipe
+            for problem, count in chain(group, recipe.form, recipe.dtype, recipe.steps, recipe.restarts).items():
+                bound = planned.bindings[problem.op, problem.epilogue]
+                rows.append({
+                    "group": group.label(),
+                    "form": recipe.form,
+                    "problem": problem.label(),
+                    "count": count,
+                    "origin": bound.origin,
+                    "layer": bound.layer,
+                    "kernel": bound.kernel,
+                    "config": dict(bound.config),
+                    "median_us": bound.median_us,
+                })
+        return rows
+
+
+def plan(
+    groups: Iterable[Group],
+    device: str = "auto",
+    dtype: str | None = None,
+    layers: Layers | None = None,
+    on_miss: str | None = None,
+    steps: int = DEFAULT_STEPS,
+    restarts: Sequence[int] = DEFAULT_RESTARTS,
+) -> Plan:
+    """Resolve every product of the groups' chains to a compiled callable; nothing else of the runtime reads files.
+
+    ``dtype`` is the chain's (default: the device's, see ``recipe.default_dtype``), ``layers`` the caches to look in
+    (default: ``Layers.open()``), ``on_miss`` what happens without an entry (default: ``DMUON_TUNE_ON_MISS``, else
+    ``heuristic``). Raises MissingEntryError with policy ``error``, UsageError for an unknown policy, dtype or device.
+    """
+    wanted = tuple(dict.fromkeys(groups))
+    policy = on_miss or os.environ.get(ON_MISS_VARIABLE) or "heuristic"
+    if policy not in POLICIES:
+        raise UsageError(f"{ON_MISS_VARIABLE}: unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    resolved_device = probe.resolve(device)
+    fingerprint = probe.fingerprint(resolved_device)
+    chain_dtype = dtype or default_dtype(fingerprint.kind)
+    if chain_dtype not in DTYPES:
+        raise UsageError(f"unsupported dtype {chain_dtype!r}; choose one of {', '.join(DTYPES)}")
+    opened = Layers.open() if layers is None else layers
+    try:
+        with device_context(torch.device(resolved_device)):
+            resolver = Resolver(fingerprint, opened, use_nearest=policy == "nearest")
+            planned = _plan_groups(wanted, chain_dtype, resolver, steps, restarts)
+            if resolver.missing and policy == "tune":
+                _tune(_command(wanted, planned, resolver, chain_dtype))
+                resolver = Resolver(fingerprint, opened, use_nearest=False)
+                planned = _plan_groups(wanted, chain_dtype, resolver, steps, restarts)
+    finally:
+        if layers is None:
+            opened.close()
+    command = " ".join(_command(wanted, planned, resolver, chain_dtype)) if resolver.missing else ""
+    _report(resolver, policy, command)
+    return Plan(
+        resolved_device, fingerprint, MappingProxyType(planned), tuple(resolver.missing), command,
+        tuple(resolver.failures),
+    )
+
+
+def device_context(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one, as the DSLs compile for it and launch on its current stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _plan_groups(
+    groups: Sequence[Group], dtype: str, resolver: Resolver, steps: int, restarts: Sequence[int]
+) -> dict[Group, GroupPlan]:
+    planned = {}
+    for group in groups:
+        found = resolver.layers.recipe(resolver.device, group, dtype)
+        layer, form = (found[0], found[1].form) if found else ("", default_form(group))
+        recipe = Recipe(group, form, dtype, steps, tuple(restarts), found[1].cost_us if found else None)
+        problems = chain(group, form, dtype, steps, tuple(restarts))
+        bindings = {(problem.op, problem.epilogue): resolver.bind(problem) for problem in problems}
+        planned[group] = GroupPlan(recipe, layer, MappingProxyType(bindings))
+    return planned
+
+
+def _command(
+    groups: Sequence[Group], planned: Mapping[Group, GroupPlan], resolver: Resolver, dtype: str
+) -> list[str]:
+    missing = set(resolver.missing)
+    shapes = [
+        group.label() for group in groups if any(bound.problem in missing for bound in planned[group].bindings.values())
+    ]
+    command = ["dmuon-tune", "tune", "--shapes", ",".join(shapes), "--dtype", dtype]
+    kind = resolver.device.kind
+    return command if probe.resolve("auto") == kind else [*command, "--device", kind]
+
+
+def _tune(command: list[str]) -> None:
+    """Run the tuner in a process of its own, its progress on this process's stderr."""
+    roots = [str(Path(path).resolve().parent) for path in dmuon_tune.__path__[:1]]
+    search_path = os.pathsep.join([*roots, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "dmuon_tune", *command[1:]],
+        env={**os.environ, "PYTHONPATH": search_path},
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode:
+        raise DmuonTuneError(f"tuning on a miss failed with exit code {done.returncode}; run: {' '.join(command)}")
+
+
+def _report(resolver: Resolver, policy: str, command: str) -> None:
+    for failure in resolver.failures:
+        _warn_once(failure)
+    if not resolver.missing:
+        return
+    what = f"{len(resolver.missing)} of {len(resolver.bound)} products have no tuned kernel on {resolver.device.name}"
+    if policy == "error":
+        raise MissingEntryError(f"{what} ({resolver.missing[0].label()}, ...); run: {command}")
+    used = ", ".join(sorted({resolver.bound[problem].origin for problem in resolver.missing}))
+    _warn_once(f"{what}; used instead: {used}; to fill the gap run: {command}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -1,0 +1,175 @@
+"""Finds the kernel that serves one problem: tuned, else by the miss policy, else the vendor library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from dmuon_tune import space
+from dmuon_tune.backends import backends
+from dmuon_tune.cache import CacheEntry, Layers
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.errors import NoLegalConfigError
+from dmuon_tune.kernel_specs import kernels, ops
+from dmuon_tune.measure.build import compile_kernel, tuning_key
+from dmuon_tune.problem import Problem
+from dmuon_tune.spec import KernelSpec
+
+TIE = 1.02  # times within 2 % are one time: the noise of the timing protocol
+SYMMETRIC_PAYS_FROM = 2048
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A problem and its callable; ``origin`` is tuned, nearest, heuristic or library, ``layer`` the cache's label."""
+
+    problem: Problem
+    origin: str
+    layer: str
+    kernel: str
+    config: Mapping[str, Any]
+    median_us: float | None
+    launch: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    origin: str
+    spec: KernelSpec
+    config: Any
+    layer: str = ""
+    median_us: float | None = None
+
+
+class Resolver:
+    """Binds problems on one device, each once; collects what was ``missing`` and which tuned kernels failed."""
+
+    def __init__(self, device: DeviceFingerprint, layers: Layers, use_nearest: bool) -> None:
+        self.device = device
+        self.layers = layers
+        self.bound: dict[Problem, Binding] = {}
+        self.missing: list[Problem] = []
+        self.failures: list[str] = []
+        self._use_nearest = use_nearest
+        self._every_entry: list[tuple[str, CacheEntry]] | None = None
+
+    def bind(self, problem: Problem) -> Binding:
+        """The problem's callable; NoLegalConfigError where not even the library serves it."""
+        if problem not in self.bound:
+            choice = self._tuned(problem)
+            if choice is None:
+                self.missing.append(problem)
+                choice = (self._nearest(problem) if self._use_nearest else None) or self._untuned(problem)
+            self.bound[problem] = self._compiled(problem, choice)
+        return self.bound[problem]
+
+    def _compiled(self, problem: Problem, choice: _Choice) -> Binding:
+        try:
+            launch = compile_kernel(choice.spec, problem, choice.config, self.device).launch
+        except Exception as error:  # a DSL may raise anything; training goes on with the library and says so
+            if choice.spec.backend == "library":
+                raise
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            self.failures.append(
+                f"{choice.spec.name} failed to compile for {problem.label()}: {reason}; the library runs instead"
+            )
+            return self._compiled(problem, self._library(problem))
+        return Binding(
+            problem, choice.origin, choice.layer, choice.spec.name,
+            MappingProxyType(space.config_to_dict(choice.config)), choice.median_us, launch,
+        )
+
+    def _tuned(self, problem: Problem) -> _Choice | None:
+        """The winner among the first layer's entries that are of today's kernels and toolchains."""
+        specs = {spec.name: spec for spec in kernels(problem.op) if self._runs(spec, problem)}
+        keys = {name: tuning_key(spec, problem, self.device).sha256 for name, spec in specs.items()}
+        current: dict[str, list[CacheEntry]] = {}
+        for label, entry in self.layers.entries(problem, self.device):
+            if keys.get(entry.key.kernel) == entry.key.sha256 and entry.measurement.ok:
+                current.setdefault(label, []).append(entry)
+        if not current:
+            return None
+        label, entries = next(iter(current.items()))
+        best = winner(entries, specs)
+        spec = specs[best.key.kernel]
+        config = space.config_from_dict(spec.Config, best.config)
+        return _Choice("tuned", spec, config, label, best.measurement.median_us)
+
+    def _nearest(self, problem: Problem) -> _Choice | None:
+        """The configuration of the nearest shape tuned on this architecture, where it is legal for this problem."""
+        if self._every_entry is None:
+            self._every_entry = self.layers.entries(None, None)
+        for _, label, entry in sorted(
+            (
+                (_distance(problem, entry.key.problem), label, entry)
+                for label, entry in self._every_entry
+                if entry.key.device.arch == self.device.arch and _same_code(problem, entry.key.problem)
+            ),
+            key=lambda found: (found[0], found[2].measurement.median_us),
+        ):
+            spec = next((spec for spec in kernels(problem.op) if spec.name == entry.key.kernel), None)
+            if spec is None or not self._runs(spec, problem):
+                continue
+            try:
+                config = space.config_from_dict(spec.Config, entry.config)
+            except ValueError:  # an entry of another version of this kernel
+                continue
+            if spec.is_legal(problem, config, self.device):
+                return _Choice("nearest", spec, config, label)
+        return None
+
+    def _untuned(self, problem: Problem) -> _Choice:
+        """Without a measurement the library is the safe choice, but for large symmetric products on a GPU: there
+        TileLang's lower tiles alone halve the work, which outweighs an untuned tile size once the grid fills."""
+        if self.device.kind == "cuda" and ops()[problem.op].symmetric_output and problem.m >= SYMMETRIC_PAYS_FROM:
+            for spec in kernels(problem.op):
+                if spec.backend == "tilelang" and self._runs(spec, problem):
+                    config = spec.untuned(problem, self.device)
+                    if config is not None:
+                        return _Choice("heuristic", spec, config)
+        return self._library(problem)
+
+    def _library(self, problem: Problem) -> _Choice:
+        for spec in kernels(problem.op):
+            config = spec.untuned(problem, self.device) if spec.backend == "library" else None
+            if config is not None:
+                return _Choice("library", spec, config)
+        raise NoLegalConfigError(f"no kernel runs {problem.label()} on {self.device.name}; see 'dmuon-tune doctor'")
+
+    def _runs(self, spec: KernelSpec, problem: Problem) -> bool:
+        backend = backends().get(spec.backend)
+        return backend is not None and backend.unavailable(self.device) is None and spec.serves(problem, self.device)
+
+
+def winner(entries: list[CacheEntry], specs: Mapping[str, KernelSpec]) -> CacheEntry:
+    """The fastest entry; within 2 % of it the library, then a default configuration, less shared memory, lexical."""
+    best_us = min(entry.measurement.median_us or math.inf for entry in entries)
+    tied = [entry for entry in entries if (entry.measurement.median_us or math.inf) <= best_us * TIE]
+
+    def order(entry: CacheEntry) -> tuple[bool, bool, float, str, str]:
+        spec = specs[entry.key.kernel]
+        return (
+            spec.backend != "library",
+            entry.config != space.config_to_dict(spec.Config()),
+            float(entry.measurement.resources.get("smem_bytes", 0)),
+            spec.name,
+            str(sorted(entry.config.items())),
+        )
+
+    return min(tied, key=order)
+
+
+def _same_code(problem: Problem, other: Problem) -> bool:
+    return all(
+        getattr(problem, name) == getattr(other, name) for name in ("op", "dtype", "out_dtype", "layout", "epilogue")
+    )
+
+
+def _distance(problem: Problem, other: Problem) -> float:
+    """Sum of the axes' ratios in octaves."""
+    return sum(
+        abs(math.log2(getattr(problem, axis) / getattr(other, axis))) for axis in ("batch", "m", "n", "k")
+    )
