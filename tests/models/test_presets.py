@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,11 @@ def test_pi0_holds_vision_language_and_action_expert() -> None:
 
 def test_tiny_is_two_layers_of_width_64() -> None:
     assert select(load("tiny").parameters).counts() == {(64, 64): 8, (192, 64): 2, (64, 192): 2}
+
+
+def test_tiny_is_the_model_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    assert load("tiny").parameters == load("tiny_model:TinyModel").parameters
 
 
 def test_names_of_every_preset_are_unique() -> None:

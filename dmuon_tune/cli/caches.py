@@ -1,0 +1,133 @@
+"""``dmuon-tune cache list``: the caches of this machine and what they hold; opens them for other commands too."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dmuon_tune.errors import CacheError
+
+from . import options
+from .output import print_json, table, warn
+
+if TYPE_CHECKING:
+    from dmuon_tune.cache import Store
+
+
+@dataclass(frozen=True)
+class OpenCache:
+    """One readable cache and its layer's label (``file`` for one named by ``--cache``)."""
+
+    label: str
+    path: str
+    store: Store
+
+
+def register(commands: Any) -> None:
+    parser = commands.add_parser("cache", help="list the caches", description="Look into the caches of this machine.")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser(
+        "list", parents=[options.common(), options.cache()], help="list layers, entries and counts by status",
+        description="List every cache in the order of precedence with its entries and its trials by status.",
+    )
+    listing.add_argument("--layers", action="store_true", help="only the layers, with those that do not exist")
+    listing.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    layers = _layers(args.cache)
+    if args.layers:
+        if args.format == "json":
+            print_json({"layers": layers})
+        else:
+            rows = [[layer["label"], layer["state"], layer["entries"], layer["path"]] for layer in layers]
+            print(table(["layer", "state", "entries", "path"], rows))
+    else:
+        _print_contents(args)
+    return _code(layers)
+
+
+def unreadable_code(path: str | None) -> int:
+    """The exit code where a layer exists and cannot be read, else 0."""
+    return _code(_layers(path))
+
+
+@contextmanager
+def opened(path: str | None) -> Iterator[list[OpenCache]]:
+    """The caches that can be read, in the order of precedence: the file ``path`` alone, or every layer's."""
+    from dmuon_tune.cache import Store
+
+    caches = [
+        OpenCache(layer["label"], layer["path"], Store.open(layer["path"], read_only=True))
+        for layer in _layers(path)
+        if layer["state"] == "ok"
+    ]
+    try:
+        yield caches
+    finally:
+        for cache in caches:
+            cache.store.close()
+
+
+def _layers(path: str | None) -> list[dict[str, Any]]:
+    from dmuon_tune.cache import Layers, Store
+
+    if path is None:
+        with Layers.open() as layers:
+            return layers.descriptions()
+    with Store.open(path, read_only=True) as store:
+        return [{"label": "file", "path": path, "state": "ok", "entries": len(store.entries()), "detail": ""}]
+
+
+def _code(layers: list[dict[str, Any]]) -> int:
+    return CacheError.exit_code if any(layer["state"] == "unreadable" for layer in layers) else 0
+
+
+def _print_contents(args: argparse.Namespace) -> None:
+    with opened(args.cache) as caches:
+        found = [(cache, cache.store.entries(), cache.store.counts(), cache.store.recipes()) for cache in caches]
+    if args.format == "json":
+        print_json({"caches": [
+            {
+                "layer": cache.label, "path": cache.path, "statuses": counts, "recipes": len(recipes),
+                "entries": [entry_fields(entry) for entry in entries],
+            }
+            for cache, entries, counts, recipes in found
+        ]})
+        return
+    if not found:
+        warn("no cache yet; 'dmuon-tune tune --preset tiny' makes one")
+    rows = [
+        [cache.label, len(entries), len(recipes), sum(counts.values()), statuses_text(counts), cache.path]
+        for cache, entries, counts, recipes in found
+    ]
+    print(table(["layer", "entries", "recipes", "trials", "statuses", "path"], rows))
+
+
+def statuses_text(counts: dict[str, int]) -> str | None:
+    """``ok 10 timeout 1``; None where nothing was tried."""
+    return " ".join(f"{status} {count}" for status, count in counts.items() if count) or None
+
+
+def entry_fields(entry: Any) -> dict[str, Any]:
+    """A cache entry as JSON types: its key's parts, configuration and times."""
+    measurement = entry.measurement
+    return {
+        "problem": entry.key.problem.to_dict(),
+        "kernel": entry.key.kernel,
+        "config": entry.config,
+        "median_us": measurement.median_us,
+        "p20_us": measurement.p20_us,
+        "p80_us": measurement.p80_us,
+        "max_rel_err": measurement.max_rel_err,
+        "resources": measurement.resources,
+        "validation": entry.validation,
+        "spec_digest": entry.key.spec_digest,
+        "device": entry.key.device.to_dict(),
+        "toolchain": entry.key.toolchain.to_dict(),
+        "provenance": entry.provenance,
+        "key": entry.key.sha256,
+    }

@@ -1,0 +1,34 @@
+"""Builds the argument parser from one file a command; imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from dmuon_tune import __version__
+from dmuon_tune.errors import UsageError
+
+from . import caches, doctor, explain, shapes, show, tune
+
+EPILOG = """exit codes: 0 ok, 1 failure, 2 usage, 3 a required entry is missing,
+4 cache corrupt, incompatible or locked, 5 no legal configuration, 130 interrupted"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a usage error as every other error: one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+
+def build() -> Parser:
+    parser = Parser(
+        prog="dmuon-tune",
+        description="Tune the kernels of Muon's Newton-Schulz step for a model's matrix shapes, and keep the results.",
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dmuon-tune {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (shapes, tune, show, explain, caches, doctor):
+        command.register(commands)
+    return parser

@@ -1,0 +1,120 @@
+"""``dmuon-tune show``: the winners and recipes that the caches hold."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from . import caches, options
+from .output import config_text, microseconds, print_json, ratio, table, warn
+from .reasons import staleness
+
+
+@dataclass(frozen=True)
+class Winner:
+    """A problem's winner in one layer, the library's microseconds there, and why it is stale (None: it serves)."""
+
+    layer: str
+    entry: Any
+    library_us: float | None
+    stale: str | None
+
+
+def register(commands: Any) -> None:
+    parser = commands.add_parser(
+        "show", parents=[options.common(), options.cache()], help="show tuned winners and recipes",
+        description="Show each problem's fastest kernel and each group's recipe, from the caches of this machine.",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
+    parser.add_argument("--all-devices", action="store_true", help="results of every device, not only of this one")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    device = None
+    if not args.all_devices:
+        from dmuon_tune.backends.probe import fingerprint
+
+        device = fingerprint(args.device)
+    with caches.opened(args.cache) as opened:
+        entries = [(cache.label, entry) for cache in opened for entry in cache.store.entries(device=device)]
+        recipes: list[tuple[str | None, Any]] = [
+            (cache.label, recipe) for cache in opened for recipe in cache.store.recipes(device)
+        ]
+    winners = _winners(entries)
+    if args.format == "json":
+        print_json({
+            "device": device and device.to_dict(),
+            "winners": [
+                {
+                    **caches.entry_fields(found.entry), "layer": found.layer, "library_us": found.library_us,
+                    "stale": found.stale,
+                }
+                for found in winners
+            ],
+            "recipes": [{**recipe.to_dict(), "layer": label} for label, recipe in recipes],
+        })
+    else:
+        _print(winners, recipes, args.all_devices)
+    return caches.unreadable_code(args.cache)
+
+
+def _winners(entries: list[tuple[str, Any]]) -> list[Winner]:
+    """Each layer's, device's and problem's winner, in problem order; entries of today's code go before stale ones."""
+    by_problem: dict[tuple[str, str, Any], list[Any]] = {}
+    for label, entry in entries:
+        by_problem.setdefault((label, f"{entry.key.device.limits()}", entry.key.problem), []).append(entry)
+    return [
+        _winner(label, candidates)
+        for (label, _, _), candidates in sorted(by_problem.items(), key=lambda item: (item[0][2], item[0][:2]))
+    ]
+
+
+def _winner(layer: str, candidates: list[Any]) -> Winner:
+    from dmuon_tune.kernel_specs import kernels
+    from dmuon_tune.runtime.resolve import winner
+
+    specs = {spec.name: spec for spec in kernels()}
+    current = [entry for entry in candidates if staleness(entry) is None]
+    if current:
+        best = winner(current, specs)
+    else:
+        best = min(candidates, key=lambda entry: entry.measurement.median_us)
+    library = [entry for entry in current or candidates if entry.key.toolchain.backend == "library"]
+    library_us = min((entry.measurement.median_us for entry in library), default=None)
+    return Winner(layer, best, library_us, staleness(best))
+
+
+def _print(winners: list[Winner], recipes: list[tuple[str | None, Any]], all_devices: bool) -> None:
+    if not winners:
+        where = "on any device" if all_devices else "for this device"
+        warn(f"nothing is tuned {where}; run 'dmuon-tune tune' with --preset, --model or --shapes")
+    headers = ["problem", "kernel", "config", "median_us", "library_us", "speedup", "layer", "state"]
+    rows = [
+        [
+            found.entry.key.problem.label(), found.entry.key.kernel, config_text(found.entry.config),
+            microseconds(found.entry.measurement.median_us), microseconds(found.library_us),
+            ratio(found.library_us, found.entry.measurement.median_us), found.layer,
+            f"stale: {found.stale}" if found.stale else "current",
+            *([found.entry.key.device.name] if all_devices else []),
+        ]
+        for found in winners
+    ]
+    print(table([*headers, *(["device"] if all_devices else [])], rows))
+    if recipes:
+        print()
+        print(recipe_table(recipes))
+
+
+def recipe_table(recipes: list[tuple[str | None, Any]]) -> str:
+    """One line a recipe: (layer label, recipe); the form without restarts shows none."""
+    rows = [
+        [
+            recipe.group.label(), recipe.form, recipe.dtype, recipe.steps,
+            ",".join(map(str, recipe.restarts)) if recipe.form == "gram" and recipe.restarts else None,
+            microseconds(recipe.cost_us), label,
+        ]
+        for label, recipe in recipes
+    ]
+    return table(["group", "form", "dtype", "steps", "restarts", "cost_us", "layer"], rows)

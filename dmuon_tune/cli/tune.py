@@ -1,0 +1,174 @@
+"""``dmuon-tune tune``: measures kernels for every product of a model's chains and keeps the results."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from dmuon_tune.errors import NoLegalConfigError, UsageError
+
+from . import options, workload
+from .caches import entry_fields, statuses_text
+from .output import config_text, microseconds, note, print_json, ratio, table, warn
+from .show import recipe_table
+
+if TYPE_CHECKING:
+    from dmuon_tune.device import DeviceFingerprint
+    from dmuon_tune.problem import Problem
+    from dmuon_tune.search import ProblemReport, TuneReport
+
+
+def register(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune", parents=[options.common(), options.model(), options.device(), options.cache()],
+        help="measure kernels for a model's matrices and keep the results",
+        description="Search, check and time kernels for every product of a model's Newton-Schulz chains. Every result "
+        "is kept as it is measured: interrupt at any time and run the same command again to go on.",
+    )
+    search = parser.add_argument_group("search")
+    search.add_argument(
+        "--trials", type=options.positive, default=40, metavar="N",
+        help="configurations a problem over all its kernels, those in the cache counted (default: 40)",
+    )
+    search.add_argument("--budget", type=options.seconds, metavar="TIME", help="stop after this time, such as 4m or 1h")
+    search.add_argument(
+        "--backends", type=options.names, metavar="NAMES", help="only these, such as tilelang,library (default: all)"
+    )
+    search.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
+    search.add_argument("--workers", type=options.positive, metavar="N", help="measuring processes")
+    search.add_argument("--compile-timeout", type=options.seconds, default=120.0, metavar="TIME", help="default: 2m")
+    search.add_argument("--run-timeout", type=options.seconds, default=60.0, metavar="TIME", help="default: 1m")
+    search.add_argument("--dry-run", action="store_true", help="list the problems and their legal spaces; tune nothing")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    work = workload.of(args)
+    _check_backends(args.backends)
+    if args.dry_run:
+        return _dry_run(args, work)
+    from dmuon_tune.cache import Store
+    from dmuon_tune.search import TuneOptions, terminal_progress, tune
+
+    chosen = TuneOptions(
+        device=args.device, dtype=args.dtype, backends=args.backends, trials=args.trials, budget_s=args.budget,
+        seed=args.seed, compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout, workers=args.workers,
+    )
+    with Store.open_user(args.cache) as store:
+        report = tune(work.groups, store, chosen, terminal_progress())
+        where = store.where
+    for name, reason in report.unavailable.items():
+        warn(f"backend {name} is left out: {reason}")
+    if args.format == "json":
+        print_json(_json(report, work, where))
+    else:
+        _print(report)
+    return _conclude(report, where)
+
+
+def _check_backends(names: Iterable[str] | None) -> None:
+    from dmuon_tune.backends import backends
+
+    unknown = [name for name in names or () if name not in backends()]
+    if unknown:
+        raise UsageError(f"unknown backend {unknown[0]!r}; choose among {', '.join(sorted(backends()))}")
+
+
+def _conclude(report: TuneReport, where: str) -> int:
+    if report.measured == 0:
+        note(f"nothing to tune: {report.reused} results are in the cache {where}")
+    else:
+        note(f"{report.measured} results measured, {report.reused} reused; kept in {where}")
+    if not report.complete:
+        note("the budget ended before every problem had its trials; run the same command again to go on")
+    failed = [problem for problem in report.problems if problem.winner is None]
+    for problem in failed:
+        warn(f"{problem.problem.label()}: no configuration works ({statuses_text(problem.statuses) or 'none tried'})")
+    return 1 if failed and report.complete else 0
+
+
+def _library_us(problem: ProblemReport) -> float | None:
+    return problem.library.measurement.median_us if problem.library else None
+
+
+def _print(report: TuneReport) -> None:
+    rows = []
+    for problem in report.problems:
+        winner, library_us = problem.winner, _library_us(problem)
+        median_us = winner.measurement.median_us if winner else None
+        rows.append([
+            problem.problem.label(), winner.key.kernel if winner else None,
+            config_text(winner.config) if winner else None, microseconds(median_us), microseconds(library_us),
+            ratio(library_us, median_us), statuses_text(problem.statuses),
+        ])
+    print(table(["problem", "kernel", "config", "median_us", "library_us", "speedup", "trials"], rows))
+    if report.recipes:
+        print()
+        print(recipe_table([(None, recipe) for recipe in report.recipes]))
+
+
+def _json(report: TuneReport, work: workload.Workload, where: str) -> dict[str, Any]:
+    return {
+        "model": work.label,
+        "device": report.device.to_dict(),
+        "cache": where,
+        "measured": report.measured,
+        "reused": report.reused,
+        "complete": report.complete,
+        "unavailable": dict(report.unavailable),
+        "problems": [
+            {
+                "problem": problem.problem.to_dict(),
+                "label": problem.problem.label(),
+                "winner": entry_fields(problem.winner) if problem.winner else None,
+                "library_us": _library_us(problem),
+                "measured": problem.measured,
+                "reused": problem.reused,
+                "statuses": dict(problem.statuses),
+            }
+            for problem in report.problems
+        ],
+        "recipes": [recipe.to_dict() for recipe in report.recipes],
+    }
+
+
+def _dry_run(args: argparse.Namespace, work: workload.Workload) -> int:
+    from dmuon_tune.backends.probe import fingerprint
+    from dmuon_tune.recipe import default_dtype
+    from dmuon_tune.search.workload import workload as workload_of
+
+    device = fingerprint(args.device)
+    dtype = args.dtype or default_dtype(device.kind)
+    problems = list(workload_of(work.groups, dtype))
+    rows = [row for problem in problems for row in _spaces(problem, device, args.backends)]
+    if args.format == "json":
+        print_json({"model": work.label, "device": device.to_dict(), "dry_run": True, "spaces": rows})
+    else:
+        cells = [[row["label"], row["kernel"], row["legal"], row["refusal"]] for row in rows]
+        print(table(["problem", "kernel", "legal_configs", "refusal"], cells))
+    legal = {row["label"] for row in rows if row["legal"]}
+    none = [problem for problem in problems if problem.label() not in legal]
+    if none:
+        raise NoLegalConfigError(f"{none[0].label()}: no kernel of the chosen backends has a legal configuration here")
+    return 0
+
+
+def _spaces(problem: Problem, device: DeviceFingerprint, names: tuple[str, ...] | None) -> list[dict[str, Any]]:
+    from dmuon_tune.kernel_specs import kernels
+
+    from .reasons import refusal
+
+    rows = []
+    for spec in kernels(problem.op):
+        if names is not None and spec.backend not in (*names, "library"):  # the baseline is always measured
+            continue
+        refused = refusal(spec, problem, device)
+        rows.append({
+            "problem": problem.to_dict(),
+            "label": problem.label(),
+            "kernel": spec.name,
+            "legal": 0 if refused else len(spec.legal_space(problem, device)),
+            "refusal": refused,
+        })
+    return rows

@@ -1,0 +1,107 @@
+"""Bad input gets one line on stderr, nothing on stdout, and the documented exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dmuon_tune
+
+from .conftest import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def spawn(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), 2, "required: COMMAND"),
+        (("frobnicate",), 2, "invalid choice: 'frobnicate'"),
+        (("shapes",), 2, "give one of --preset, --model, --shapes; nothing given"),
+        (("shapes", "--preset", "tiny", "--shapes", "8x8"), 2, "--preset and --shapes given"),
+        (("shapes", "--preset", "qwen9"), 2, "unknown preset 'qwen9'; choose one of"),
+        (("shapes", "--model", "nowhere.json"), 2, "neither a file here nor a preset"),
+        (("shapes", "--shapes", "0x16"), 2, "0 is not positive"),
+        (("shapes", "--shapes=-4x16"), 2, "-4 is not positive"),
+        (("shapes", "--shapes", "8x8", "--include", "x"), 2, "--shapes has none"),
+        (("shapes", "--preset", "tiny", "--exclude", "*"), 2, "no hidden matrix among"),
+        (("tune", "--preset", "tiny", "--dtype", "int8"), 2, "unsupported dtype 'int8'"),
+        (("tune", "--preset", "tiny", "--budget", "soon"), 2, "duration 'soon' is not understood"),
+        (("tune", "--preset", "tiny", "--budget", "0s"), 2, "out of range"),
+        (("tune", "--preset", "tiny", "--trials", "0"), 2, "'0' is not a positive integer"),
+        (("tune", "--preset", "tiny", "--backends", "mojo"), 2, "unknown backend 'mojo'; choose among"),
+        (("tune", "--preset", "tiny", "--device", "tpu", "--dry-run"), 2, "unknown device 'tpu'"),
+        (("cache",), 2, "required: ACTION"),
+        (("cache", "list", "--cache", "nowhere.sqlite"), 4, "nowhere.sqlite"),
+    ],
+)
+def test_one_line_and_the_exit_code(run: Run, arguments: tuple[str, ...], code: int, said: str) -> None:
+    result = run(*arguments)
+    assert (result.code, result.out) == (code, "")
+    assert said in result.err
+    assert result.err.splitlines()[-1].startswith("dmuon-tune: error: ")
+    assert "Traceback" not in result.err
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    result = run("shapes", "--preset", "qwen9", "--debug")
+    assert result.code == 2 and "Traceback" in result.err and "UsageError" in result.err
+
+
+def test_an_unforeseen_failure_is_one_line_too(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_model.py").write_text("import sys\ndef build():\n    raise KeyboardInterrupt\n")
+    result = run("shapes", "--model", "broken_model:build")
+    assert (result.code, result.err) == (130, "dmuon-tune: interrupted\n")
+
+
+def test_corrupt_cache_is_reported_and_left_alone(run: Run, own_cache: Path) -> None:
+    own_cache.parent.mkdir()
+    own_cache.write_text("this is no database, but long enough to look like one" * 50)
+    before = own_cache.read_bytes()
+    result = run("cache", "list", "--layers", "--format", "json")
+    assert result.code == 4
+    assert {row["label"]: row["state"] for row in result.json["layers"]}["user"] == "unreadable"
+    assert run("show", "--device", "cpu").code == 4
+    assert own_cache.read_bytes() == before
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    code = (
+        "import sys; from dmuon_tune.cli import main; assert main(sys.argv[1:]) == 0; "
+        "heavy = {'torch', 'sqlalchemy', 'optuna', 'tilelang', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    started = time.monotonic()
+    for arguments in (["--help"], ["tune", "--help"], ["shapes", "--preset", "tiny"]):
+        done = spawn("-c", code, *arguments)
+        assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 15
+
+
+def test_version_of_the_module_run() -> None:
+    done = spawn("-m", "dmuon_tune", "--version")
+    assert (done.returncode, done.stdout) == (0, f"dmuon-tune {dmuon_tune.__version__}\n")
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "dmuon_tune", "shapes", "--preset", "gpt2", "--format", "json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
