@@ -1,0 +1,70 @@
+"""What a tuning run is asked for, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dmuon_tune.cache import CacheEntry
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.errors import UsageError
+from dmuon_tune.problem import DTYPES, Problem
+from dmuon_tune.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How to tune. ``device``: auto, cpu, cuda or cuda:<index>. ``dtype``: None for the device's default.
+
+    ``backends``: the DSLs to try (None: all); the library is always measured, as the baseline. ``trials``:
+    configurations a problem over all kernels, those in the cache counted; the library and each kernel's untuned
+    configuration are measured even beyond it. ``budget_s``: seconds for the whole run (None: no limit). ``workers``:
+    measuring processes (None: by device). Raises UsageError for values that make no sense.
+    """
+
+    device: str = "auto"
+    dtype: str | None = None
+    backends: tuple[str, ...] | None = None
+    trials: int = 40
+    budget_s: float | None = None
+    seed: int = 0
+    compile_timeout_s: float = 120.0
+    run_timeout_s: float = 60.0
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        for name in ("trials", "budget_s", "compile_timeout_s", "run_timeout_s", "workers"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} must be greater than 0, not {value!r}")
+
+
+@dataclass(frozen=True)
+class ProblemReport:
+    """One problem's state after the run, over the current kernels' code, device and toolchains.
+
+    ``winner`` and ``library`` are None where nothing was measured ok. ``measured`` counts this run's configurations,
+    ``reused`` those found in the cache, ``statuses`` both by how they ended.
+    """
+
+    problem: Problem
+    winner: CacheEntry | None
+    library: CacheEntry | None
+    measured: int
+    reused: int
+    statuses: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """``problems``: most expensive first. ``unavailable``: backend → why it cannot run here. ``complete``: False where
+    the budget ended the run before its trials were done."""
+
+    device: DeviceFingerprint
+    problems: list[ProblemReport]
+    recipes: list[Recipe]
+    measured: int
+    reused: int
+    unavailable: dict[str, str]
+    complete: bool

@@ -1,0 +1,155 @@
+"""Shows on stderr what a tuning run is trying, the best so far and the time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+
+PLAIN_INTERVAL_S = 10.0
+
+
+class Progress(Protocol):
+    """Told of a tuning run's events, from the thread that tunes."""
+
+    def started(self, total: int, budget_s: float | None) -> None:
+        """``total`` configurations will be measured, fewer where ``budget_s`` seconds end the run before."""
+
+    def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
+        """A configuration goes to a measuring process."""
+
+    def measured(
+        self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
+    ) -> None:
+        """A configuration's result is in the cache; ``best_us`` is the problem's fastest median so far."""
+
+    def finished(self) -> None:
+        """The run ended, in whatever way."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    def started(self, total: int, budget_s: float | None) -> None:
+        pass
+
+    def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
+        pass
+
+    def measured(
+        self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
+    ) -> None:
+        pass
+
+    def finished(self) -> None:
+        pass
+
+
+class Clock:
+    """Counts what is done and estimates the time left: the budget's, or less by the pace so far."""
+
+    def __init__(self, total: int, budget_s: float | None) -> None:
+        self.total, self.done = total, 0
+        self._budget_s = budget_s
+        self._start = time.monotonic()
+
+    def left(self) -> str:
+        """``m:ss`` left, or ``-:--`` while nothing is known."""
+        spent_s = time.monotonic() - self._start
+        bounds = []
+        if self.done:
+            bounds.append(spent_s / self.done * max(0, self.total - self.done))
+        if self._budget_s is not None:
+            bounds.append(max(0.0, self._budget_s - spent_s))
+        return f"{int(min(bounds)) // 60}:{int(min(bounds)) % 60:02d}" if bounds else "-:--"
+
+
+class TerminalBar:
+    """A bar for a terminal; rich leaves colours out where NO_COLOR is set."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._bar = Bar(
+            TextColumn("tuning"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]} left"),
+            TextColumn("{task.fields[doing]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=Console(file=stream),
+            transient=True,
+        )
+        self._clock = Clock(0, None)
+
+    def started(self, total: int, budget_s: float | None) -> None:
+        self._clock = Clock(total, budget_s)
+        self._task = self._bar.add_task("tuning", total=total, left=self._clock.left(), doing="")
+        self._bar.start()
+
+    def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
+        self._bar.update(self._task, left=self._clock.left(), doing=_trying(problem, kernel, config))
+
+    def measured(
+        self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
+    ) -> None:
+        self._clock.done += 1
+        doing = f"{problem.label()}: {_outcome(kernel, measurement, best_us)}"
+        self._bar.update(self._task, advance=1, left=self._clock.left(), doing=doing)
+
+    def finished(self) -> None:
+        self._bar.stop()
+
+
+class PlainLines:
+    """A line now and then for a log file: the first and the last result, and one in ten seconds between."""
+
+    def __init__(self, stream: TextIO, interval_s: float = PLAIN_INTERVAL_S) -> None:
+        self._stream = stream
+        self._interval_s = interval_s
+        self._clock = Clock(0, None)
+        self._next = 0.0
+
+    def started(self, total: int, budget_s: float | None) -> None:
+        self._clock = Clock(total, budget_s)
+
+    def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
+        pass
+
+    def measured(
+        self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
+    ) -> None:
+        clock = self._clock
+        clock.done += 1
+        if time.monotonic() >= self._next or clock.done == clock.total:
+            self._next = time.monotonic() + self._interval_s
+            outcome = _outcome(kernel, measurement, best_us)
+            self._write(f"tuning {clock.done}/{clock.total}, {clock.left()} left; {problem.label()}: {outcome}")
+
+    def finished(self) -> None:
+        pass
+
+    def _write(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def terminal_progress(stream: TextIO | None = None) -> Progress:
+    """A bar where ``stream`` (stderr) is a terminal, else plain lines."""
+    target = sys.stderr if stream is None else stream
+    return TerminalBar(target) if target.isatty() else PlainLines(target)
+
+
+def _trying(problem: Problem, kernel: str, config: dict[str, Any]) -> str:
+    values = " ".join(f"{name}={value}" for name, value in config.items())
+    return f"{problem.label()}: {kernel.partition('.')[2]} {values}"
+
+
+def _outcome(kernel: str, measurement: Measurement, best_us: float | None) -> str:
+    result = f"{measurement.median_us:.1f} us" if measurement.median_us is not None else measurement.status
+    best = "" if best_us is None else f", best {best_us:.1f} us"
+    return f"{kernel.partition('.')[2]} {result}{best}"

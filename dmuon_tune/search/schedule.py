@@ -1,0 +1,188 @@
+"""Decides what to measure next: each problem's seeds first, then rounds over problems and their kernels."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dmuon_tune.backends import backends
+from dmuon_tune.cache import CacheEntry, Store, Trial, TuningKey
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.errors import NoLegalConfigError
+from dmuon_tune.kernel_specs import kernels
+from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+from dmuon_tune.space import config_json, config_to_dict
+from dmuon_tune.spec import KernelSpec
+
+from .sampler import Sampler
+from .winners import Contender, library_kernel, winner
+
+
+class KernelSearch:
+    """One kernel's search for one problem, continued from the trials that the cache holds under the current key."""
+
+    def __init__(
+        self, spec: KernelSpec, key: TuningKey, legal: list[Any], device: DeviceFingerprint, store: Store, seed: int
+    ) -> None:
+        self.spec, self.key = spec, key
+        self.untuned = spec.untuned(key.problem, device)
+        self.sampler = Sampler(spec.Config, legal, seed ^ zlib.crc32(key.canonical_json().encode()))
+        self.outcomes: list[tuple[Any, Measurement, Trial | None]] = []
+        by_text = {config_json(config): config for config in legal}
+        for trial in store.trials(key):
+            config = by_text.get(json.dumps(trial.config, sort_keys=True, separators=(",", ":")))
+            if config is not None:
+                self.sampler.observe(config, trial.measurement)
+                self.outcomes.append((config, trial.measurement, trial))
+
+    @property
+    def needs_seed(self) -> bool:
+        return all(config != self.untuned for config, _, _ in self.outcomes)
+
+    def observe(self, config: Any, measurement: Measurement) -> None:
+        self.sampler.observe(config, measurement)
+        self.outcomes.append((config, measurement, None))
+
+    def contenders(self, provenance: dict[str, Any]) -> Iterator[Contender]:
+        """The ok outcomes; ``provenance`` is this run's."""
+        for config, measurement, trial in self.outcomes:
+            if measurement.ok:
+                origin = provenance if trial is None else {"date": trial.created_at}
+                entry = CacheEntry(
+                    self.key, config_to_dict(config), measurement, provenance.get("validation", ""), origin
+                )
+                yield Contender(entry, config == self.untuned)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration to measure; ``kernel`` learns its outcome."""
+
+    search: ProblemSearch
+    kernel: KernelSearch
+    config: Any
+
+
+class ProblemSearch:
+    """One problem's search over all kernels that serve it, the library first."""
+
+    def __init__(self, problem: Problem, kernel_searches: list[KernelSearch], trials: int) -> None:
+        self.problem = problem
+        self.kernels = sorted(kernel_searches, key=lambda each: (each.key.kernel != library_kernel(problem.op)))
+        self._trials = trials
+        self._next_kernel = 0
+        self.reused = sum(len(each.outcomes) for each in self.kernels)
+        self._proposed = self.reused
+        self.best_us = min(self._medians(), default=None)
+
+    def _medians(self) -> Iterator[float]:
+        for each in self.kernels:
+            for _, measurement, _ in each.outcomes:
+                if measurement.median_us is not None:
+                    yield measurement.median_us
+
+    @property
+    def planned(self) -> int:
+        """How many configurations a run without a budget measures."""
+        seeds = sum(each.needs_seed for each in self.kernels)
+        legal = self.reused + sum(each.sampler.unseen for each in self.kernels)
+        return max(seeds, min(self._trials, legal) - self.reused)
+
+    def seeds(self) -> list[Candidate]:
+        """Each kernel's untuned configuration that was not measured yet; they count as proposed."""
+        missing = [each for each in self.kernels if each.needs_seed]
+        for each in missing:
+            each.sampler.reserve(each.untuned)
+        self._proposed += len(missing)
+        return [Candidate(self, each, each.untuned) for each in missing]
+
+    def propose(self) -> Candidate | None:
+        """The next kernel's next configuration; None where the trials or all spaces are used up."""
+        remaining = self._trials - self._proposed
+        if remaining <= 0:
+            return None
+        for _ in self.kernels:
+            each = self.kernels[self._next_kernel % len(self.kernels)]
+            self._next_kernel += 1
+            config = each.sampler.suggest(remaining)
+            if config is not None:
+                self._proposed += 1
+                return Candidate(self, each, config)
+        return None
+
+    def observe(self, candidate: Candidate, measurement: Measurement) -> None:
+        candidate.kernel.observe(candidate.config, measurement)
+        self.best_us = min(self._medians(), default=None)
+
+    def statuses(self) -> dict[str, int]:
+        return dict(Counter(measurement.status for each in self.kernels for _, measurement, _ in each.outcomes))
+
+    def winner(self, provenance: dict[str, Any]) -> CacheEntry | None:
+        return winner(contender for each in self.kernels for contender in each.contenders(provenance))
+
+    def library(self, provenance: dict[str, Any]) -> CacheEntry | None:
+        """The library's fastest entry."""
+        return winner(
+            contender
+            for each in self.kernels
+            for contender in each.contenders(provenance)
+            if contender.is_library
+        )
+
+
+class Schedule:
+    """The order of all problems' candidates: every problem's seeds, then one candidate a problem in each round."""
+
+    def __init__(self, searches: list[ProblemSearch]) -> None:
+        self._seeds = deque(candidate for search in searches for candidate in search.seeds())
+        self._open = deque(searches)
+
+    def next(self) -> Candidate | None:
+        """None where everything is measured or under way."""
+        if self._seeds:
+            return self._seeds.popleft()
+        while self._open:
+            search = self._open.popleft()
+            candidate = search.propose()
+            if candidate is not None:
+                self._open.append(search)
+                return candidate
+        return None
+
+
+def usable_kernels(
+    device: DeviceFingerprint, chosen: Iterable[str] | None
+) -> tuple[list[KernelSpec], dict[str, str]]:
+    """(kernels, backend → why it is not available): those of the chosen backends (None: all) and the library's."""
+    known = backends()
+    wanted = set(known if chosen is None else chosen) | {"library"}
+    reasons = {name: known[name].unavailable(device) for name in sorted(wanted)}
+    unavailable = {name: reason for name, reason in reasons.items() if reason is not None}
+    usable = [spec for spec in kernels() if spec.backend in wanted and spec.backend not in unavailable]
+    return usable, unavailable
+
+
+def problem_search(
+    problem: Problem, specs: list[KernelSpec], device: DeviceFingerprint, store: Store, trials: int, seed: int
+) -> ProblemSearch:
+    """The search of one problem; NoLegalConfigError where no kernel has a legal configuration."""
+    found, refusals = [], []
+    for spec in specs:
+        if spec.op != problem.op:
+            continue
+        legal = spec.legal_space(problem, device)
+        if legal:
+            found.append(KernelSearch(spec, tuning_key(spec, problem, device), legal, device, store, seed))
+        else:
+            refusals.append(f"{spec.name}: {spec.refusal(problem, device) or 'every configuration exceeds a limit'}")
+    if not found:
+        raise NoLegalConfigError(
+            f"no kernel can run {problem.label()} on {device.name}: {'; '.join(refusals) or 'none exists'}"
+        )
+    return ProblemSearch(problem, found, trials)

@@ -1,0 +1,51 @@
+"""Picks a problem's winner among everything measured under the current code, device and toolchains."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dmuon_tune.cache import CacheEntry
+
+TIE = 1.02  # medians this close are a tie: run-to-run differences of one kernel are about as large
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An ok entry; ``is_untuned`` where its configuration is what its kernel runs without tuning."""
+
+    entry: CacheEntry
+    is_untuned: bool
+
+    @property
+    def median_us(self) -> float:
+        return self.entry.measurement.median_us or math.inf
+
+    @property
+    def is_library(self) -> bool:
+        return self.entry.key.kernel == library_kernel(self.entry.key.problem.op)
+
+
+def library_kernel(op: str) -> str:
+    """Name of an op's vendor library kernel."""
+    return f"{op}.library"
+
+
+def winner(contenders: Iterable[Contender]) -> CacheEntry | None:
+    """The smallest median; a tie goes to the library, an untuned configuration, less shared memory, the lexically
+    first kernel and configuration. None without contenders."""
+    entrants = list(contenders)
+    if not entrants:
+        return None
+    limit = TIE * min(contender.median_us for contender in entrants)
+    tied = [contender for contender in entrants if contender.median_us <= limit]
+    return min(tied, key=_preference).entry
+
+
+def _preference(contender: Contender) -> tuple[bool, bool, float, str, str]:
+    entry = contender.entry
+    smem_bytes = float(entry.measurement.resources.get("smem_bytes", math.inf))
+    config = json.dumps(entry.config, sort_keys=True)
+    return not contender.is_library, not contender.is_untuned, smem_bytes, entry.key.kernel, config

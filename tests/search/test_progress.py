@@ -1,0 +1,49 @@
+"""Progress on a terminal and in a log file."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+from dmuon_tune.search.progress import PlainLines, TerminalBar, terminal_progress
+
+PROBLEM = Problem("gram", 1, 8, 8, 8)
+OK = Measurement.from_samples([12.3], 0.0, {})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_file_gets_plain_lines_now_and_then() -> None:
+    stream = io.StringIO()
+    progress = terminal_progress(stream)
+    progress.started(3, 60.0)
+    for _ in range(3):
+        progress.trying(PROBLEM, "gram.library", {"entry": "addmm"})
+        progress.measured(PROBLEM, "gram.library", {"entry": "addmm"}, OK, 12.3)
+    progress.finished()
+    lines = stream.getvalue().splitlines()
+    assert isinstance(progress, PlainLines) and len(lines) == 2
+    assert lines[0].startswith("tuning 1/3, 0:0")
+    assert lines[0].endswith("gram 1x8x8x8 float16 row: library 12.3 us, best 12.3 us")
+    assert lines[1].startswith("tuning 3/3, 0:00 left")
+
+
+def test_a_terminal_gets_a_bar_without_colours_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    progress = terminal_progress(stream)
+    progress.started(2, None)
+    progress.trying(PROBLEM, "gram.library", {"entry": "addmm"})
+    progress.measured(PROBLEM, "gram.library", {"entry": "addmm"}, Measurement("crashed"), None)
+    progress.finished()
+    assert isinstance(progress, TerminalBar)
+    assert "library crashed" in stream.getvalue() and "1/2" in stream.getvalue()
+    assert "\x1b[3" not in stream.getvalue()

@@ -1,0 +1,205 @@
+"""Whole tuning runs with real workers: results kept at once, nothing measured twice, nothing lost to a kill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmuon_tune.backends import backends
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.cache import CacheEntry, Store
+from dmuon_tune.errors import NoLegalConfigError, UsageError
+from dmuon_tune.kernel_specs import kernel, kernels
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group
+from dmuon_tune.search import TuneOptions, tune
+from dmuon_tune.search.schedule import problem_search, usable_kernels
+from dmuon_tune.space import config_json
+
+GROUPS = [Group(1, 8, 24)]
+ONLY_LIBRARY = TuneOptions(device="cpu", backends=("library",), run_timeout_s=3)
+
+
+class Recorder:
+    """Keeps a run's events; raises where asked, as Ctrl-C does."""
+
+    def __init__(self, interrupt_after: int | None = None) -> None:
+        self.total = 0
+        self.tried: list[tuple[Problem, str, str]] = []
+        self.kept: list[Measurement] = []
+        self.is_finished = False
+        self._interrupt_after = interrupt_after
+
+    def started(self, total: int, budget_s: float | None) -> None:
+        self.total = total
+
+    def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
+        self.tried.append((problem, kernel, str(sorted(config.items()))))
+
+    def measured(
+        self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
+    ) -> None:
+        self.kept.append(measurement)
+        if len(self.kept) == self._interrupt_after:
+            raise KeyboardInterrupt
+
+    def finished(self) -> None:
+        self.is_finished = True
+
+
+def finished_trials(store: Store) -> set[tuple[Problem, str, str]]:
+    return {(key.problem, key.kernel, str(sorted(trial.config.items()))) for key, trial in store.all_trials()}
+
+
+def test_failures_are_kept_and_the_second_run_measures_nothing(misbehaving: None, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        first, events = tune(GROUPS, store, ONLY_LIBRARY, recorder := Recorder()), recorder
+        assert first.complete and events.is_finished
+        assert first.measured == len(events.kept) == events.total == len(store.all_trials())
+        assert first.reused == 0 and first.unavailable == {}
+        gram = next(report for report in first.problems if report.problem.op == "gram")
+        assert gram.statuses == {"ok": 3, "compile_error": 1, "crashed": 1, "timeout": 1, "wrong_result": 1}
+        for report in first.problems:
+            assert report.winner is not None and report.library is not None
+            assert report.winner.key.kernel == f"{report.problem.op}.library"  # bad_slow is right but slow
+            assert report.winner.measurement.median_us is not None
+        assert [recipe.group for recipe in first.recipes] == GROUPS
+        assert store.recipe(first.device, GROUPS[0], "float32") == first.recipes[0]
+        best: CacheEntry | None = store.best(gram.winner.key) if gram.winner else None
+        assert best is not None and best.validation
+        assert {"tool", "torch", "device", "seed", "date"} <= best.provenance.keys()
+
+        again = tune(GROUPS, store, ONLY_LIBRARY, second := Recorder())
+        assert again.measured == 0 and again.complete and again.reused == first.measured
+        assert second.tried == [] and again.recipes == first.recipes
+        assert [report.winner and report.winner.config for report in again.problems] == [
+            report.winner and report.winner.config for report in first.problems
+        ]
+
+
+def test_the_library_and_untuned_configurations_come_first_in_every_problem(misbehaving: None) -> None:
+    device = fingerprint("cpu")
+    specs = [spec for spec in kernels() if spec.backend == "library"]
+    problem = Problem("gram", 1, 8, 8, 24, "float32", "float32")
+    with Store.open("sqlite://") as store:
+        search = problem_search(problem, specs, device, store, 1, 0)
+        seeds = search.seeds()
+    assert seeds[0].kernel.key.kernel == "gram.library"
+    assert {seed.kernel.key.kernel for seed in seeds} == {spec.name for spec in specs if spec.op == "gram"}
+    assert all(seed.config == seed.kernel.untuned for seed in seeds)
+    assert search.propose() is None  # one trial asked, and the seeds exceed it
+
+
+def test_tilelang_is_measured_where_it_can_run(tmp_path: Path) -> None:
+    if "tilelang" not in backends():
+        pytest.skip("no TileLang backend")
+    reason = backends()["tilelang"].unavailable(fingerprint("cpu"))
+    if reason:
+        pytest.skip(reason)
+    options = TuneOptions(device="cpu", backends=("tilelang",), trials=2)
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        report = tune([Group(1, 16, 40)], store, options)
+        for problem in report.problems:
+            measured = {key.kernel for key, trial in store.all_trials() if trial.measurement.ok}
+            assert f"{problem.problem.op}.tilelang" in measured, problem.statuses
+            assert problem.library is not None
+
+
+def test_an_interrupt_passes_through_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        recorder = Recorder(interrupt_after=2)
+        with pytest.raises(KeyboardInterrupt):
+            tune(GROUPS, store, ONLY_LIBRARY, recorder)
+        assert recorder.is_finished
+        done = finished_trials(store)
+        assert len(done) == 2
+        rest = tune(GROUPS, store, ONLY_LIBRARY, second := Recorder())
+        assert not done & set(second.tried)
+        assert rest.measured == recorder.total - 2 and rest.complete
+
+
+def test_a_spent_budget_ends_the_run_as_incomplete(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        report = tune(GROUPS, store, replace(ONLY_LIBRARY, budget_s=1e-6))
+        assert not report.complete and report.measured == 0
+        assert all(problem.winner is None for problem in report.problems) and report.recipes == []
+
+
+TUNE_SLOWLY = """
+import sys
+from dmuon_tune.cache import Store
+from dmuon_tune.recipe import Group
+from dmuon_tune.search import TuneOptions, tune
+with Store.open(sys.argv[1]) as store:
+    tune([Group(1, 8, 24)], store, TuneOptions(device="cpu", backends=("library",), run_timeout_s=3))
+"""
+
+
+def test_a_killed_run_is_continued_without_repeating(misbehaving: None, tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    process = subprocess.Popen([sys.executable, "-c", TUNE_SLOWLY, str(path)], env=environment)
+    deadline = time.monotonic() + 60
+    done: set[tuple[Problem, str, str]] = set()
+    while len(done) < 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+        if path.exists():
+            with Store.open(path) as store:
+                done = finished_trials(store)
+    process.kill()
+    process.wait()
+    with Store.open(path) as store:
+        done = finished_trials(store)
+        assert len(done) >= 3
+        report = tune(GROUPS, store, ONLY_LIBRARY, recorder := Recorder())
+        assert report.complete and report.reused == len(done)
+        assert report.measured == len(recorder.tried) > 0
+        assert not done & set(recorder.tried)
+
+
+def test_what_cannot_be_tuned_is_said() -> None:
+    device = fingerprint("cpu")
+    mixed = Problem("gram", 1, 8, 8, 8, "float16", "float32")
+    with Store.open("sqlite://") as store:
+        with pytest.raises(NoLegalConfigError, match="gram.library: the library writes its operands' dtype"):
+            problem_search(mixed, [kernel("gram.library")], device, store, 5, 0)
+        with pytest.raises(UsageError, match="unknown backend 'fortran'"):
+            tune(GROUPS, store, TuneOptions(device="cpu", backends=("fortran",)))
+    for wrong in ({"trials": 0}, {"budget_s": -1.0}, {"dtype": "float8"}, {"workers": 0}):
+        with pytest.raises(UsageError):
+            TuneOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_backends_that_cannot_run_here_are_listed_with_their_reason() -> None:
+    device = fingerprint("cpu")
+    usable, unavailable = usable_kernels(device, None)
+    assert unavailable == {
+        name: reason for name, backend in backends().items() if (reason := backend.unavailable(device))
+    }
+    assert not {spec.backend for spec in usable} & unavailable.keys()
+    assert {spec.backend for spec in usable_kernels(device, ())[0]} == {"library"}
+
+
+def test_trials_of_other_code_do_not_count(tmp_path: Path) -> None:
+    device = fingerprint("cpu")
+    spec = kernel("gram.library")
+    problem = Problem("gram", 1, 8, 8, 8, "float32", "float32")
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        current = problem_search(problem, [spec], device, store, 5, 0).kernels[0].key
+        config = {"entry": "baddbmm"}
+        store.record(replace(current, spec_digest="older"), config, Measurement.from_samples([1.0], 0.0, {}), {})
+        fresh = problem_search(problem, [spec], device, store, 5, 0)
+        assert fresh.reused == 0 and fresh.winner({}) is None
+        store.record(current, config, Measurement.from_samples([2.0], 0.0, {}), {})
+        resumed = problem_search(problem, [spec], device, store, 5, 0)
+        assert resumed.reused == 1 and resumed.best_us == 2.0
+        assert [config_json(candidate.config) for candidate in resumed.seeds()] == []
