@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 import dmuon_tune
-from dmuon_tune.backends import probe
+from dmuon_tune.backends import CompiledKernel, probe
 from dmuon_tune.cache import Layers
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import DmuonTuneError, MissingEntryError, UsageError
+from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.problem import DTYPES, Problem
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, Recipe, chain, default_dtype, default_form
 
@@ -95,12 +96,14 @@ def plan(
     on_miss: str | None = None,
     steps: int = DEFAULT_STEPS,
     restarts: Sequence[int] = DEFAULT_RESTARTS,
+    build: Callable[..., CompiledKernel] = compile_kernel,
 ) -> Plan:
     """Resolve every product of the groups' chains to a compiled callable; nothing else of the runtime reads files.
 
     ``dtype`` is the chain's (default: the device's, see ``recipe.default_dtype``), ``layers`` the caches to look in
     (default: ``Layers.open()``), ``on_miss`` what happens without an entry (default: ``DMUON_TUNE_ON_MISS``, else
-    ``heuristic``). Raises MissingEntryError with policy ``error``, UsageError for an unknown policy, dtype or device.
+    ``heuristic``), ``build`` makes the callables (another one resolves without compiling). Raises MissingEntryError
+    with policy ``error``, UsageError for an unknown policy, dtype or device.
     """
     wanted = tuple(dict.fromkeys(groups))
     policy = on_miss or os.environ.get(ON_MISS_VARIABLE) or "heuristic"
@@ -114,11 +117,11 @@ def plan(
     opened = Layers.open() if layers is None else layers
     try:
         with device_context(torch.device(resolved_device)):
-            resolver = Resolver(fingerprint, opened, use_nearest=policy == "nearest")
+            resolver = Resolver(fingerprint, opened, use_nearest=policy == "nearest", build=build)
             planned = _plan_groups(wanted, chain_dtype, resolver, steps, restarts)
             if resolver.missing and policy == "tune":
                 _tune(_command(wanted, planned, resolver, chain_dtype))
-                resolver = Resolver(fingerprint, opened, use_nearest=False)
+                resolver = Resolver(fingerprint, opened, use_nearest=False, build=build)
                 planned = _plan_groups(wanted, chain_dtype, resolver, steps, restarts)
     finally:
         if layers is None:

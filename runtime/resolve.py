@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dmuon_tune import space
-from dmuon_tune.backends import backends
+from dmuon_tune.backends import CompiledKernel, backends
 from dmuon_tune.cache import CacheEntry, Layers
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
@@ -45,9 +45,19 @@ class _Choice:
 
 
 class Resolver:
-    """Binds problems on one device, each once; collects what was ``missing`` and which tuned kernels failed."""
+    """Binds problems on one device, each once; collects what was ``missing`` and which tuned kernels failed.
 
-    def __init__(self, device: DeviceFingerprint, layers: Layers, use_nearest: bool) -> None:
+    ``build`` makes the callable, called as :func:`dmuon_tune.measure.build.compile_kernel` is.
+    """
+
+    def __init__(
+        self,
+        device: DeviceFingerprint,
+        layers: Layers,
+        use_nearest: bool,
+        build: Callable[..., CompiledKernel] = compile_kernel,
+    ) -> None:
+        self._build = build
         self.device = device
         self.layers = layers
         self.bound: dict[Problem, Binding] = {}
@@ -68,7 +78,7 @@ class Resolver:
 
     def _compiled(self, problem: Problem, choice: _Choice) -> Binding:
         try:
-            launch = compile_kernel(choice.spec, problem, choice.config, self.device).launch
+            launch = self._build(choice.spec, problem, choice.config, self.device).launch
         except Exception as error:  # a DSL may raise anything; training goes on with the library and says so
             if choice.spec.backend == "library":
                 raise

@@ -38,7 +38,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    layers = _layers(args.cache)
+    layers = described(args.cache)
     if args.layers:
         if args.format == "json":
             print_json({"layers": layers})
@@ -46,23 +46,30 @@ def run(args: argparse.Namespace) -> int:
             rows = [[layer["label"], layer["state"], layer["entries"], layer["path"]] for layer in layers]
             print(table(["layer", "state", "entries", "path"], rows))
     else:
-        _print_contents(args)
-    return _code(layers)
+        _print_contents(layers, args.format)
+    return exit_code(layers)
 
 
-def unreadable_code(path: str | None) -> int:
-    """The exit code where a layer exists and cannot be read, else 0."""
-    return _code(_layers(path))
+def described(path: str | None) -> list[dict[str, Any]]:
+    """Label, path, state and entry count of the file ``path`` alone (label ``file``), or of every layer."""
+    from dmuon_tune.cache import Layers, Store
+
+    if path is None:
+        with Layers.open() as layers:
+            found: list[dict[str, Any]] = layers.descriptions()
+            return found
+    with Store.open(path, read_only=True) as store:
+        return [{"label": "file", "path": path, "state": "ok", "entries": len(store.entries()), "detail": ""}]
 
 
 @contextmanager
-def opened(path: str | None) -> Iterator[list[OpenCache]]:
-    """The caches that can be read, in the order of precedence: the file ``path`` alone, or every layer's."""
+def opened(layers: list[dict[str, Any]]) -> Iterator[list[OpenCache]]:
+    """Those of the described caches that can be read, in the same order."""
     from dmuon_tune.cache import Store
 
     caches = [
         OpenCache(layer["label"], layer["path"], Store.open(layer["path"], read_only=True))
-        for layer in _layers(path)
+        for layer in layers
         if layer["state"] == "ok"
     ]
     try:
@@ -72,24 +79,15 @@ def opened(path: str | None) -> Iterator[list[OpenCache]]:
             cache.store.close()
 
 
-def _layers(path: str | None) -> list[dict[str, Any]]:
-    from dmuon_tune.cache import Layers, Store
-
-    if path is None:
-        with Layers.open() as layers:
-            return layers.descriptions()
-    with Store.open(path, read_only=True) as store:
-        return [{"label": "file", "path": path, "state": "ok", "entries": len(store.entries()), "detail": ""}]
-
-
-def _code(layers: list[dict[str, Any]]) -> int:
+def exit_code(layers: list[dict[str, Any]]) -> int:
+    """The exit code where one of the described caches exists and cannot be read, else 0."""
     return CacheError.exit_code if any(layer["state"] == "unreadable" for layer in layers) else 0
 
 
-def _print_contents(args: argparse.Namespace) -> None:
-    with opened(args.cache) as caches:
+def _print_contents(layers: list[dict[str, Any]], output: str) -> None:
+    with opened(layers) as caches:
         found = [(cache, cache.store.entries(), cache.store.counts(), cache.store.recipes()) for cache in caches]
-    if args.format == "json":
+    if output == "json":
         print_json({"caches": [
             {
                 "layer": cache.label, "path": cache.path, "statuses": counts, "recipes": len(recipes),

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from dmuon_tune.errors import MissingEntryError
 
 from . import caches, options, workload
-from .output import config_text, microseconds, note, print_json, table
+from .output import config_text, microseconds, print_json, table
 
 if TYPE_CHECKING:
+    from dmuon_tune.backends import CompiledKernel
     from dmuon_tune.device import DeviceFingerprint
     from dmuon_tune.problem import Problem
     from dmuon_tune.runtime import Plan
@@ -27,22 +28,28 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--require", action="store_true", help="exit with code 3 where a product has no tuned entry"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the chosen kernels too, as training does, and say what fails"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     work = workload.of(args)
     from dmuon_tune.cache import Layers
+    from dmuon_tune.measure.build import compile_kernel
     from dmuon_tune.runtime import plan
 
     environ = dict(os.environ)
     if args.cache:  # the named file first; the layers below it as in training
-        caches.unreadable_code(args.cache)
+        caches.described(args.cache)  # said plainly where it cannot be read
         environ["DMUON_TUNE_CACHE_PATH"] = os.path.abspath(args.cache)
     with Layers.open(environ) as layers:
-        resolved = plan(work.groups, args.device, args.dtype, layers, on_miss="heuristic")
+        build = compile_kernel if args.compile else _not_compiled
+        resolved = plan(work.groups, args.device, args.dtype, layers, on_miss="heuristic", build=build)
+        described = layers.descriptions()
     chosen = {row["problem"]: row for row in resolved.rows()}
-    with caches.opened(args.cache) as found:
+    with caches.opened(described) as found:
         candidates = _candidates(resolved, chosen, found)
     if args.format == "json":
         print_json({
@@ -54,6 +61,12 @@ def run(args: argparse.Namespace) -> int:
     if resolved.missing and args.require:
         raise MissingEntryError(f"{len(resolved.missing)} products have no tuned entry; run: {resolved.command}")
     return 0
+
+
+def _not_compiled(*ignored: Any) -> CompiledKernel:
+    from dmuon_tune.backends import CompiledKernel
+
+    return CompiledKernel(launch=lambda *arguments: None)
 
 
 def _candidates(
@@ -92,12 +105,9 @@ def _entries(problem: Problem, device: DeviceFingerprint, found: list[caches.Ope
     rows = []
     for cache in found:
         for entry in cache.store.entries(problem):
-            stale = staleness(entry, device)
-            label = "path" if cache.label == "file" else cache.label
-            median_us = entry.measurement.median_us
-            rows.append(
-                _row(problem, entry.key.kernel, label, entry.config, median_us, not stale, stale or "not the winner")
-            )
+            stale, median_us = staleness(entry, device), entry.measurement.median_us
+            verdict = stale or "not the winner"
+            rows.append(_row(problem, entry.key.kernel, cache.label, entry.config, median_us, not stale, verdict))
     return rows
 
 
@@ -133,5 +143,3 @@ def _print(resolved: Plan, candidates: list[dict[str, Any]]) -> None:
             for row in candidates
         ],
     ))
-    if resolved.missing:
-        note(f"{len(resolved.missing)} products have no tuned entry; to fill the gap run: {resolved.command}")

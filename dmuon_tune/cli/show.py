@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
         from dmuon_tune.backends.probe import fingerprint
 
         device = fingerprint(args.device)
-    with caches.opened(args.cache) as opened:
+    layers = caches.described(args.cache)
+    with caches.opened(layers) as opened:
         entries = [(cache.label, entry) for cache in opened for entry in cache.store.entries(device=device)]
         recipes: list[tuple[str | None, Any]] = [
             (cache.label, recipe) for cache in opened for recipe in cache.store.recipes(device)
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         })
     else:
         _print(winners, recipes, args.all_devices)
-    return caches.unreadable_code(args.cache)
+    return caches.exit_code(layers)
 
 
 def _winners(entries: list[tuple[str, Any]]) -> list[Winner]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from dmuon_tune.errors import NoLegalConfigError, UsageError
+from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, NoLegalConfigError, UsageError
 
 from . import options, workload
 from .caches import entry_fields, statuses_text
@@ -55,9 +55,13 @@ def run(args: argparse.Namespace) -> int:
         device=args.device, dtype=args.dtype, backends=args.backends, trials=args.trials, budget_s=args.budget,
         seed=args.seed, compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout, workers=args.workers,
     )
-    with Store.open_user(args.cache) as store:
-        report = tune(work.groups, store, chosen, terminal_progress())
-        where = store.where
+    try:
+        with Store.open_user(args.cache) as store:
+            report = tune(work.groups, store, chosen, terminal_progress())
+            where = store.where
+    except KeyboardInterrupt:
+        note("interrupted; what was measured is kept: run the same command to go on")
+        return INTERRUPTED_EXIT_CODE
     for name, reason in report.unavailable.items():
         warn(f"backend {name} is left out: {reason}")
     if args.format == "json":

@@ -1,0 +1,172 @@
+"""``tune``, and what ``show``, ``explain``, ``cache list`` and ``doctor`` say of its results."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmuon_tune.cache import CacheEntry, Store
+from dmuon_tune.cli import main
+
+from .conftest import Result, Run
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = ("--shapes", "2x8x24", "--device", "cpu")  # the Gram form alone: three products
+TUNE = ("tune", *SHAPE, "--trials", "2", "--backends", "library")
+
+
+def tune(run: Run, *more: str) -> Result:
+    return run(*TUNE, *more)
+
+
+def write(path: Path, entries: list[CacheEntry]) -> None:
+    with Store.open(path) as store:
+        for entry in entries:
+            store.record(entry.key, entry.config, entry.measurement, entry.provenance)
+
+
+@pytest.fixture(scope="module")
+def tuned_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A cache tuned once for all tests, and what ``tune --format json`` printed."""
+    path, printed = tmp_path_factory.mktemp("tuned") / "cache.sqlite", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main([*TUNE, "--cache", str(path), "--format", "json"]) == 0
+    return path, json.loads(printed.getvalue())
+
+
+@pytest.fixture
+def tuned(tuned_once: tuple[Path, dict[str, Any]], own_cache: Path) -> dict[str, Any]:
+    """What the tuning printed; its cache is this test's user cache."""
+    own_cache.parent.mkdir()
+    shutil.copy(tuned_once[0], own_cache)
+    return tuned_once[1]
+
+
+def test_winners_have_measured_times_and_a_second_run_tunes_nothing(run: Run, tuned: dict[str, Any]) -> None:
+    first = tuned
+    assert first["measured"] > 0 and first["complete"] and not first["reused"]
+    assert all(problem["winner"]["median_us"] > 0 for problem in first["problems"])
+    assert {problem["problem"]["op"] for problem in first["problems"]} == {"gram", "gemm_symmetric", "apply"}
+    assert [recipe["group"] for recipe in first["recipes"]] == [{"batch": 2, "rows": 8, "cols": 24}]
+
+    again = tune(run)
+    assert again.code == 0
+    assert f"nothing to tune: {first['measured']} results are in the cache" in again.err
+    assert "gram 2x8x8x24 float32 row" in again.out and "gram.library" in again.out
+
+
+def test_show_lists_the_winners_and_recipes(run: Run, tuned: dict[str, Any]) -> None:
+    shown = run("show", "--device", "cpu", "--format", "json")
+    assert shown.code == 0
+    winners = {(row["problem"]["op"], row["problem"]["epilogue"]): row for row in shown.json["winners"]}
+    for problem in tuned["problems"]:
+        row = winners[problem["problem"]["op"], problem["problem"]["epilogue"]]
+        assert (row["median_us"], row["stale"], row["layer"]) == (problem["winner"]["median_us"], None, "user")
+    text = run("show", "--device", "cpu").out
+    assert "current" in text and "2x8x24" in text
+
+
+def test_explain_names_the_choice_its_layer_and_the_gap(run: Run, tuned: dict[str, Any]) -> None:
+    found = run("explain", *SHAPE, "--require", "--format", "json")
+    assert found.code == 0
+    assert {(row["origin"], row["layer"]) for row in found.json["products"]} == {("tuned", "user")}
+    verdicts = {(row["kernel"], row["verdict"].partition(":")[0]) for row in found.json["candidates"]}
+    assert ("gram.library", "chosen") in verdicts and ("gram.cutedsl", "refused") in verdicts
+
+    missing = run("explain", "--shape", "2x16x32", "--device", "cpu", "--require")
+    assert missing.code == 3
+    assert "no entry" in missing.out and "library" in missing.out
+    assert "dmuon-tune tune --shapes 2x16x32 --dtype float32" in missing.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("what", ["digest", "toolchain", "device"])
+def test_explain_names_the_field_in_which_an_entry_differs(
+    run: Run, tuned: dict[str, Any], own_cache: Path, tmp_path: Path, what: str
+) -> None:
+    with Store.open(own_cache, read_only=True) as store:
+        entries = store.entries()
+    changes: dict[str, Any] = {
+        "digest": {"spec_digest": "0" * 64},
+        "toolchain": {"toolchain": replace(entries[0].key.toolchain, versions=(("torch", "1.0"),))},
+        "device": {"device": replace(entries[0].key.device, sm_count=999)},
+    }
+    other = tmp_path / "other.sqlite"
+    write(other, [replace(entry, key=replace(entry.key, **changes[what])) for entry in entries])
+    own_cache.unlink()
+    found = run("explain", *SHAPE, "--cache", str(other), "--format", "json")
+    assert {row["origin"] for row in found.json["products"]} == {"library"}
+    said = {
+        "digest": "other digest: code 00000000", "toolchain": "other toolchain: torch 1.0",
+        "device": "other device: sm_count 999",
+    }[what]
+    assert any(row["verdict"].startswith(said) and row["layer"] == "path" for row in found.json["candidates"])
+
+
+def test_cache_list_counts_by_status(run: Run, tuned: dict[str, Any], own_cache: Path) -> None:
+    user = run("cache", "list", "--format", "json").json["caches"][0]
+    assert (user["layer"], user["path"]) == ("user", str(own_cache))
+    assert user["statuses"] == {"ok": tuned["measured"]}
+    assert run("cache", "list", "--cache", str(own_cache)).out.splitlines()[1].startswith("file")
+    layers = run("cache", "list", "--layers").out
+    assert "absent" in layers and "ok" in layers
+
+
+def test_dry_run_counts_legal_configurations_and_measures_nothing(run: Run, own_cache: Path) -> None:
+    found = tune(run, "--dry-run", "--format", "json").json
+    assert {row["kernel"] for row in found["spaces"]} == {"gram.library", "gemm_symmetric.library", "apply.library"}
+    assert all(row["legal"] == 1 and row["refusal"] is None for row in found["spaces"])
+    assert not own_cache.exists()
+    every = run("tune", *SHAPE, "--dry-run").out
+    assert "gram.cutedsl" in every and "sm_90" in every
+
+
+def test_a_corrupt_user_cache_is_set_aside_with_one_line(run: Run, own_cache: Path) -> None:
+    own_cache.parent.mkdir()
+    own_cache.write_bytes(b"not a database " * 500)
+    result = tune(run, "--format", "json")
+    assert result.code == 0 and result.json["measured"] > 0
+    assert result.err.count("warning: ") == 1 and "set aside" in result.err
+    assert len(list(own_cache.parent.glob("*.corrupt-*"))) == 1
+
+
+def test_doctor_says_what_runs_and_what_to_install(run: Run, own_cache: Path) -> None:
+    result = run("doctor", "--device", "cpu", "--format", "json")
+    assert result.code == 0
+    found = result.json
+    backends = {backend["name"]: backend for backend in found["backends"]}
+    assert backends["library"]["available"] and "torch" in backends["library"]["toolchain"]
+    assert not backends["cutedsl"]["available"] and "sm_90" in backends["cutedsl"]["reason"]
+    assert found["caches"][0]["path"] == str(own_cache) and found["caches"][0]["writable"]
+    assert "arch" in run("doctor", "--device", "cpu").out
+
+
+def test_ctrl_c_keeps_what_was_measured(own_cache: Path) -> None:
+    command = [
+        sys.executable, "-m", "dmuon_tune", "tune", "--shapes", "2x16x24", "--device", "cpu", "--backends", "library",
+        "--format", "json",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    tuning = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert tuning.stderr is not None
+    first = tuning.stderr.readline()  # written when the first result is in the cache
+    tuning.send_signal(signal.SIGINT)
+    out, err = tuning.communicate(timeout=60)
+    assert first.startswith("tuning 1/"), first + err
+    assert (tuning.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "dmuon-tune: interrupted; what was measured is kept: run the same command to go on"
+    with Store.open(own_cache, read_only=True) as store:
+        kept = store.counts()["ok"]
+    assert kept >= 1
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["reused"] == kept
