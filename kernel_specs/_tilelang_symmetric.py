@@ -102,7 +102,7 @@ def _cuda_body(problem: Problem, config: TileConfig, device: DeviceFingerprint) 
     a_tile, b_tile = ((tile_m, tile_k), (tile_n, tile_k)) if row_layout else ((tile_k, tile_m), (tile_k, tile_n))
 
     def group_start(index):
-        return (group * columns * (index - 1) // 2 + sum(stairs)) * index
+        return group * columns * (index * (index - 1) // 2) + sum(stairs) * index
 
     def group_estimate(tile):  # positive root of square_term·g² + linear_term·g = tile, exact to one
         root = T.sqrt(T.float32(linear_term**2) + T.float32(4 * square_term) * T.cast(tile, "float32"))
