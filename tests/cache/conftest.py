@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,6 +54,23 @@ def ok() -> Callable[..., Measurement]:
         return Measurement.from_samples([median_us * 0.9, median_us, median_us * 1.1], 1e-3, resources)
 
     return make
+
+
+@pytest.fixture
+def damage_trials() -> Callable[[Path], None]:
+    """``damage_trials(path)``: the trials' pages become garbage, everything that opening reads stays whole."""
+
+    def damage(path: Path) -> None:
+        connection = sqlite3.connect(path)
+        pages = connection.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = 'dmuon_trials'").fetchall()
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+        connection.close()
+        content = bytearray(path.read_bytes())
+        for (page,) in pages:
+            content[(page - 1) * page_bytes : (page - 1) * page_bytes + 64] = b"\xff" * 64
+        path.write_bytes(content)
+
+    return damage
 
 
 @pytest.fixture(autouse=True)

@@ -112,14 +112,15 @@ def test_a_bad_layer_warns_once_and_stops_nothing(
 
 
 def test_a_layer_that_breaks_after_opening_counts_as_empty(
-    tmp_path: Path, environ: dict[str, str], key: TuningKey, ok: Ok, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    environ: dict[str, str],
+    key: TuningKey,
+    ok: Ok,
+    caplog: pytest.LogCaptureFixture,
+    damage_trials: Callable[[Path], None],
 ) -> None:
-    first = ship(tmp_path / "one.sqlite", key, ok(1.0), 5)
+    damage_trials(ship(tmp_path / "one.sqlite", key, ok(1.0), 5))
     ship(tmp_path / "image" / "cache.sqlite", key, ok(1.0), 6)
-    content = bytearray(first.read_bytes())
-    for page in range(2, len(content) // 4096):  # the schema on page 1 opens; the rows do not read
-        content[page * 4096 : page * 4096 + 64] = b"\xff" * 64
-    first.write_bytes(content)
     with Layers.open(environ) as layers:
         assert [entry.config["steps"] for _, entry in layers.entries(key.problem, key.device)] == [6]
         assert layers.descriptions()[0]["state"] == "unreadable"

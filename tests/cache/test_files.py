@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from dmuon_tune.cache import Store, TuningKey
+from dmuon_tune.cache.database import open_engine, use_wal
 from dmuon_tune.cache.migrations import found_version, prepare, require_current
 from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.measurement import Measurement
@@ -112,12 +114,15 @@ def test_the_users_corrupt_file_is_set_aside(
     assert caplog.messages == []
 
 
-def test_damage_inside_the_file_is_found_before_tuning(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+def test_damage_inside_the_file_is_found_before_tuning(
+    tmp_path: Path, key: TuningKey, ok: Ok, damage_trials: Callable[[Path], None]
+) -> None:
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
-    content = bytearray(path.read_bytes())
-    for page in range(2, len(content) // 4096):  # page 1 holds the schema and stays whole
-        content[page * 4096 : page * 4096 + 64] = b"\xff" * 64
-    path.write_bytes(content)
+    damage_trials(path)
+    with Store.open(path, read_only=True) as store:
+        with pytest.raises(CacheError, match="truncated or damaged") as caught:
+            store.all_trials()
+        assert_one_useful_line(caught.value, path)
     with Store.open_user(path) as store:
         assert store.all_trials() == []
     assert len(list(tmp_path.glob("*.corrupt-*"))) == 1
@@ -202,6 +207,21 @@ def test_a_locked_file_is_refused_after_the_busy_timeout(
         store.record(key, {"block": -1}, ok(0.5), {})
     holder.close()
     assert list(tmp_path.glob("*.corrupt-*")) == []
+
+
+def test_the_switch_to_a_log_waits_for_another_writer(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    holder = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    holder.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(0.2, holder.execute, ["ROLLBACK"])
+    release.start()
+    engine = open_engine(path, read_only=False)
+    use_wal(engine, str(path))
+    with engine.connect() as connection:
+        assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
+    engine.dispose()
+    release.join()
+    holder.close()
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan"])
