@@ -113,7 +113,9 @@ def window_us(replay: Callable[[], None], repeats: int) -> float:
     return start.elapsed_time(stop) / repeats * 1e3
 
 
-def bench(group: Group, dtype: str, device: str, coefficients: CoefficientSet, seed: int) -> dict[str, dict[str, float]]:
+def bench(
+    group: Group, dtype: str, device: str, coefficients: CoefficientSet, seed: int
+) -> dict[str, dict[str, float]]:
     """Method → median, p20, p80 in microseconds for the whole batch, and errors."""
     rng = torch.Generator(device=device).manual_seed(seed)
     u = torch.randn(group.batch, group.rows, group.cols, device=device, generator=rng).bfloat16()
