@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dmuon_tune.errors import UsageError
 
@@ -102,10 +103,11 @@ def coefficient_set(given: str | CoefficientSet | tuple[Triple, ...] | list[Trip
         if given not in COEFFICIENTS:
             raise UsageError(f"unknown coefficients {given!r}; choose one of {', '.join(COEFFICIENTS)}")
         return COEFFICIENTS[given]
-    rows = list(given)
-    single = len(rows) == 3 and all(isinstance(value, int | float) for value in rows)
+    values: list[Any] = list(given)
+    single = len(values) == 3 and all(isinstance(value, int | float) for value in values)
+    triples: tuple[Triple, ...]
     try:
-        triples = tuple((float(a), float(b), float(c)) for a, b, c in ([rows] if single else rows))  # type: ignore[misc]
+        triples = tuple((float(a), float(b), float(c)) for a, b, c in ([values] if single else values))
     except (TypeError, ValueError):
         triples = ()
     if not triples:

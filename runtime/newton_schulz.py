@@ -113,11 +113,10 @@ class GramNewtonSchulz:
         exponent = min(MAX_SCALE_EXPONENT, round(math.log2(group.m) / 2))
         with device_context(device):
             self._normalize(matrices, x, 2.0**exponent)
-            if planned.recipe.form == "plain":
-                squares = [self._buffer(name, square, dtype, device) for name in ("s0", "s1")]
-                return _plain(planned, x, y, squares, self.triples, 2.0**exponent)
-            squares = [self._buffer(name, square, dtype, device) for name in ("s0", "s1", "s2", "s3")]
-            return _gram(planned, x, y, squares, self.triples, self.restarts, 2.0**exponent)
+            run, names = (_plain, ("s0", "s1")) if planned.recipe.form == "plain" else (_gram, ("s0", "s1", "s2", "s3"))
+            squares = [self._buffer(name, square, dtype, device) for name in names]
+            polar = run(planned, x, y, squares, self.triples, 2.0**exponent)
+        return polar
 
     def _normalize(self, matrices: Sequence[Tensor], out: Tensor, scale: float) -> None:
         """out = scale · U / (norm_factor · ‖U‖_F + eps), norms in fp32, rounded once to the chain's dtype."""
@@ -157,13 +156,7 @@ def _launch(planned: GroupPlan, op: str, epilogue: str = "none") -> Callable[...
 
 
 def _gram(
-    planned: GroupPlan,
-    x: Tensor,
-    y: Tensor,
-    squares: list[Tensor],
-    triples: Sequence[Triple],
-    restarts: Sequence[int],
-    scale: float,
+    planned: GroupPlan, x: Tensor, y: Tensor, squares: list[Tensor], triples: Sequence[Triple], scale: float
 ) -> Tensor:
     """The Gram form of ``recipe.chain`` on ``x`` = scale·X in place; returns the buffer (x or y) that holds the result.
 
@@ -176,12 +169,12 @@ def _gram(
     begins = True
     last = len(triples) - 1
     for step, (a, b, c) in enumerate(triples):
-        if step in restarts:
+        if step in planned.recipe.restarts:
             apply(q, x, y, 1.0 / scale)
             x, y, scale, begins = y, x, 1.0, True
             gram(x, r, 1.0)
         symmetric(r, r, r, z, c / scale**4, b / scale**2)
-        if step < last and step + 1 not in restarts:
+        if step < last and step + 1 not in planned.recipe.restarts:
             symmetric(r, z, r, s, 1.0, a)
             symmetric(s, z, s, r, 1.0, a)
         if begins:

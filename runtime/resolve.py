@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Resolver:
         try:
             launch = self._build(choice.spec, problem, choice.config, self.device).launch
         except Exception as error:  # a DSL may raise anything; training goes on with the library and says so
-            if choice.spec.backend == "library":
+            if choice.origin == "library":
                 raise
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             self.failures.append(
@@ -103,7 +104,7 @@ class Resolver:
         if not current:
             return None
         label, entries = next(iter(current.items()))
-        best = winner(entries, specs)
+        best = winner(entries, specs, self.device)
         spec = specs[best.key.kernel]
         config = space.config_from_dict(spec.Config, best.config)
         return _Choice("tuned", spec, config, label, best.measurement.median_us)
@@ -144,7 +145,7 @@ class Resolver:
 
     def _library(self, problem: Problem) -> _Choice:
         for spec in kernels(problem.op):
-            config = spec.untuned(problem, self.device) if spec.backend == "library" else None
+            config = spec.untuned(problem, self.device) if spec.name == library_kernel(problem.op) else None
             if config is not None:
                 return _Choice("library", spec, config)
         raise NoLegalConfigError(f"no kernel runs {problem.label()} on {self.device.name}; see 'dmuon-tune doctor'")
@@ -154,19 +155,25 @@ class Resolver:
         return backend is not None and backend.unavailable(self.device) is None and spec.serves(problem, self.device)
 
 
-def winner(entries: list[CacheEntry], specs: Mapping[str, KernelSpec]) -> CacheEntry:
-    """The fastest entry; within 2 % of it the library, then a default configuration, less shared memory, lexical."""
+def library_kernel(op: str) -> str:
+    """Name of an op's vendor library kernel."""
+    return f"{op}.library"
+
+
+def winner(entries: list[CacheEntry], specs: Mapping[str, KernelSpec], device: DeviceFingerprint) -> CacheEntry:
+    """The fastest entry; in a tie the library, then an untuned configuration, less shared memory, lexical order."""
     best_us = min(entry.measurement.median_us or math.inf for entry in entries)
     tied = [entry for entry in entries if (entry.measurement.median_us or math.inf) <= best_us * TIE]
 
     def order(entry: CacheEntry) -> tuple[bool, bool, float, str, str]:
         spec = specs[entry.key.kernel]
+        untuned = spec.untuned(entry.key.problem, device)
         return (
-            spec.backend != "library",
-            entry.config != space.config_to_dict(spec.Config()),
-            float(entry.measurement.resources.get("smem_bytes", 0)),
+            spec.name != library_kernel(spec.op),
+            untuned is None or entry.config != space.config_to_dict(untuned),
+            float(entry.measurement.resources.get("smem_bytes", math.inf)),
             spec.name,
-            str(sorted(entry.config.items())),
+            json.dumps(entry.config, sort_keys=True),
         )
 
     return min(tied, key=order)

@@ -1,0 +1,279 @@
+"""Muon: against a float64 Muon written here, against torch.optim.Muon, and as a torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dmuon_tune.errors import UsageError
+from dmuon_tune.runtime import COEFFICIENTS, Muon
+
+JORDAN = (3.4445, -4.7750, 2.0315)
+SCALE: dict[str, Callable[[int, int], float]] = {
+    "jordan": lambda out, into: max(1.0, out / into) ** 0.5,
+    "moonlight": lambda out, into: 0.2 * max(out, into) ** 0.5,
+    "spectral": lambda out, into: (out / into) ** 0.5,
+    "none": lambda out, into: 1.0,
+}
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def reference(
+    weight: Tensor, gradients: list[Tensor], lr: float, mu: float, nesterov: bool, decay: float, scale: str,
+    name: str = "jordan",
+) -> Tensor:
+    """Muon in float64 as its definition says, on one matrix."""
+    w, m = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
+    known = COEFFICIENTS[name]
+    for gradient in gradients:
+        m = mu * m + gradient.double()
+        x = gradient.double() + mu * m if nesterov else m
+        x = x / (known.norm_factor * x.norm() + 1e-7)
+        for a, b, c in known.take(5):
+            x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
+        w = (1 - lr * decay) * w - lr * SCALE[scale](*weight.shape) * x
+    return w
+
+
+def run(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: list[list[Tensor]]) -> None:
+    for gradients in steps:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.to(weight.dtype)
+        optimizer.step()
+
+
+SHAPES = [(12, 30), (30, 12), (12, 30), (16, 16), (1, 20), (20, 1)]
+
+
+@pytest.mark.parametrize("scale", SCALE)
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+def test_steps_equal_a_float64_muon(scale: str, nesterov: bool, count: int) -> None:
+    weights = [nn.Parameter(gaussian(*shape, seed=i)) for i, shape in enumerate(SHAPES)]
+    start = [weight.detach().clone() for weight in weights]
+    steps = [[gaussian(*shape, seed=100 * t + i) for i, shape in enumerate(SHAPES)] for t in range(1, count + 1)]
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.2, "scale": scale}
+    run(Muon(weights, coefficients="jordan", ns_dtype="float32", **options), weights, steps)
+    for i, weight in enumerate(weights):
+        want = reference(start[i], [step[i] for step in steps], 0.1, 0.9, nesterov, 0.2, scale)
+        torch.testing.assert_close(weight.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ns_dtype", "dtype", "atol"),
+    [("float16", torch.float32, 2e-3), ("bfloat16", torch.float32, 1e-2), ("float32", torch.bfloat16, 2e-2)],
+)
+def test_half_precision_differs_by_rounding(ns_dtype: str, dtype: torch.dtype, atol: float) -> None:
+    weight = nn.Parameter(gaussian(24, 60, dtype=dtype))
+    start, steps = weight.detach().clone(), [[gaussian(24, 60, seed=t, dtype=dtype)] for t in (1, 2)]
+    run(Muon([weight], lr=0.1, coefficients="jordan", ns_dtype=ns_dtype), [weight], steps)
+    want = reference(start, [step[0] for step in steps], 0.1, 0.95, True, 0.0, "jordan")
+    torch.testing.assert_close(weight.double(), want, rtol=0, atol=atol)
+
+
+def test_3d_parameter_is_a_batch_of_matrices() -> None:
+    experts, matrix = nn.Parameter(gaussian(3, 10, 24)), nn.Parameter(gaussian(10, 24, seed=9))
+    start, gradient = experts.detach().clone(), gaussian(3, 10, 24, seed=5)
+    run(Muon([experts, matrix], lr=0.1, ns_dtype="float32"), [experts, matrix], [[gradient, gaussian(10, 24, seed=6)]])
+    for i in range(3):
+        want = reference(start[i], [gradient[i]], 0.1, 0.95, True, 0.0, "jordan", "polar-express-1.05")
+        torch.testing.assert_close(experts[i].double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("original", "jordan"), ("match_rms_adamw", "moonlight")])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_agrees_with_torch_optim_muon(theirs: str, ours: str, nesterov: bool) -> None:
+    """Its momentum is the EMA form, (1 − μ) times ours, which the polar factor does not see; its chain is bf16."""
+    shapes = [(32, 48), (48, 32), (40, 40)]
+    mine = [nn.Parameter(gaussian(*shape, seed=i)) for i, shape in enumerate(shapes)]
+    peer = [nn.Parameter(weight.detach().clone()) for weight in mine]
+    steps = [[gaussian(*shape, seed=10 * t + i) for i, shape in enumerate(shapes)] for t in (1, 2, 3)]
+    shared: dict[str, Any] = {"lr": 0.05, "momentum": 0.95, "nesterov": nesterov, "weight_decay": 0.1}
+    run(Muon(mine, coefficients=JORDAN, ns_dtype="bfloat16", scale=ours, **shared), mine, steps)
+    run(torch.optim.Muon(peer, ns_coefficients=JORDAN, adjust_lr_fn=theirs, **shared), peer, steps)
+    for a, b in zip(mine, peer, strict=True):
+        # two bf16 chains, each within bf16's rounding (2^-8 an element, amplified by the iteration) of the exact one
+        assert (a - b).norm() < 0.03 * 3 * 0.05 * math.sqrt(a.numel())
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.LayerNorm(24), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 6))
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
+    x = gaussian(32, 12, seed=seed)
+    return ((model(x) - x[:, :6].sin()) ** 2).mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        optimizer.step()
+
+
+def test_module_is_split_and_the_rest_is_adamw() -> None:
+    model = network()
+    optimizer = Muon(model, adamw_lr=1e-2, adamw_weight_decay=0.1)
+    muon, rest = optimizer.param_groups
+    assert muon["param_names"] == ["0.weight", "3.weight", "5.weight"]
+    assert rest["param_names"] == ["0.bias", "2.weight", "2.bias", "3.bias", "5.bias"] and rest["lr"] == 1e-2
+    twin = copy.deepcopy(model)
+    vectors = [p for name, p in twin.named_parameters() if name in rest["param_names"]]
+    peer = torch.optim.AdamW(vectors, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    loss_of(model).backward()
+    loss_of(twin).backward()
+    optimizer.step()
+    peer.step()
+    for name, p in twin.named_parameters():
+        if name in rest["param_names"]:
+            assert torch.equal(p, model.get_parameter(name))
+
+
+def test_include_and_exclude_override_the_rule() -> None:
+    groups = Muon(network(), exclude=["3.*"]).param_groups
+    assert groups[0]["param_names"] == ["0.weight", "5.weight"]
+
+
+def test_it_trains() -> None:
+    model = network()
+    before = loss_of(model).item()
+    train(model, Muon(model, lr=0.02), range(60))
+    assert loss_of(model).item() < 0.2 * before
+
+
+@pytest.mark.parametrize("through", ["state_dict", "file", "pickle"])
+def test_a_restored_run_continues_bit_for_bit(through: str, tmp_path: Any) -> None:
+    model = network()
+    optimizer = Muon(model, momentum=0.9)
+    train(model, optimizer, range(3))
+    twin = copy.deepcopy(model)
+    if through == "pickle":
+        twin, restored = pickle.loads(pickle.dumps((model, optimizer)))
+    else:
+        state = optimizer.state_dict()
+        if through == "file":
+            torch.save(state, tmp_path / "optimizer.pt")
+            state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+        restored = Muon(twin, lr=9.0, momentum=0.1)
+        restored.load_state_dict(copy.deepcopy(state))
+    train(model, optimizer, range(3, 6))
+    train(twin, restored, range(3, 6))
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(value, restored.state[b][key])
+
+
+def test_scheduler_drives_every_group() -> None:
+    model = network()
+    optimizer = Muon(model, lr=0.5, adamw_lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step else 1.0)
+    train(model, optimizer, range(1))
+    scheduler.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, range(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
+    model = network()
+    optimizer = Muon(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert loss_of(model).item() < first.item()
+
+
+def test_parameter_without_gradient_is_untouched() -> None:
+    weights = [nn.Parameter(gaussian(8, 12, seed=i)) for i in range(3)]
+    optimizer = Muon(weights, weight_decay=0.5)
+    run(optimizer, weights, [[gaussian(8, 12, seed=i) for i in range(3)]])
+    optimizer.zero_grad()
+    before = weights[1].detach().clone()
+    for weight in (weights[0], weights[2]):
+        weight.grad = gaussian(8, 12, seed=7)
+    optimizer.step()
+    assert torch.equal(weights[1], before)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(weights[1], before)
+
+
+def test_groups_override_and_can_be_added() -> None:
+    a, b, c = (nn.Parameter(gaussian(6, 9, seed=i)) for i in range(3))
+    bias = nn.Parameter(gaussian(5))
+    optimizer = Muon([{"params": [a], "lr": 0.3}, {"params": [bias], "use_muon": False}], lr=0.1, adamw_lr=0.7)
+    optimizer.add_param_group({"params": [b, c], "scale": "none"})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.7, 0.1]
+    start, gradients = [p.detach().clone() for p in (a, b, c)], [gaussian(6, 9, seed=i) for i in (4, 5, 6)]
+    run(optimizer, [a, b, c, bias], [[*gradients, gaussian(5, seed=8)]])
+    for weight, before, gradient, lr in zip((a, b, c), start, gradients, (0.3, 0.1, 0.1), strict=True):
+        want = reference(before, [gradient], lr, 0.95, True, 0.0, "none", "polar-express-1.05")
+        torch.testing.assert_close(weight.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_the_plan_is_made_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = Muon(model)
+    (resolved,) = optimizer.plan()
+    assert {group.label() for group in resolved.groups} == {"1x24x12", "1x24x24", "1x6x24"}
+    train(model, optimizer, range(2))
+    assert len(caplog.records) == 1 and "1x24x12,1x24x24,1x6x24" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("parameter", "reason"),
+    [
+        (torch.ones(4, dtype=torch.float32), "use_muon=False"),
+        (torch.ones(2, 2, 3, 3), "use_muon=False"),
+        (torch.ones(3, 0), "use_muon=False"),
+        (torch.ones(3, 4, dtype=torch.complex64), "complex64"),
+        (torch.ones(3, 4, dtype=torch.int32), "int32"),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(parameter: Tensor, reason: str) -> None:
+    bad = nn.Parameter(parameter, requires_grad=False)
+    with pytest.raises(UsageError, match=f"'layer.weight'.*{reason}"):
+        Muon([("layer.weight", bad)])
+    with pytest.raises(UsageError, match=f"parameter 1 of group 0.*{reason}"):
+        Muon([nn.Parameter(gaussian(2, 2)), bad])
+
+
+def test_refused_group_is_not_kept() -> None:
+    optimizer = Muon([nn.Parameter(gaussian(2, 3))])
+    with pytest.raises(UsageError, match="group 1: unknown scale"):
+        optimizer.add_param_group({"params": [nn.Parameter(gaussian(2, 3))], "scale": "big"})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_sparse_gradient_is_refused_by_name() -> None:
+    weight = nn.Parameter(gaussian(6, 4))
+    optimizer = Muon([("table", weight)])
+    weight.grad = gaussian(6, 4).to_sparse()
+    with pytest.raises(UsageError, match="'table'.*dense"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": -0.1}, {"scale": "x"}]
+)
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Muon([nn.Parameter(gaussian(2, 3))], **options)

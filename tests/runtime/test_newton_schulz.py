@@ -1,0 +1,204 @@
+"""Newton–Schulz: against an independent float64 iteration, over shapes, dtypes, coefficient sets and bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.cache import Store
+from dmuon_tune.errors import UsageError
+from dmuon_tune.recipe import Group, Recipe
+from dmuon_tune.runtime import COEFFICIENTS, GramNewtonSchulz
+from dmuon_tune.runtime.coefficients import CoefficientSet
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_float64(x: Tensor, triples: CoefficientSet, steps: int = 5) -> Tensor:
+    """X ← aX + bXXᵀX + cXXᵀXXᵀX as written in the sources, on the matrix as stored."""
+    y = x.double() / (triples.norm_factor * x.double().norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for a, b, c in triples.take(steps):
+        cubic = y @ y.mT @ y
+        y = a * y + b * cubic + c * cubic @ y.mT @ y
+    return y
+
+
+def polar(x: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(x.double(), full_matrices=False)
+    return left @ right
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def with_form(form: str, group: Group, dtype: str, cache_file: Path) -> None:
+    """Keep a recipe in the user's cache, as tuning would, so that the chain takes this form."""
+    with Store.open(cache_file) as store:
+        store.put_recipe(fingerprint("cpu"), Recipe(group, form, dtype))
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize(
+    "shape", [(24, 80), (80, 24), (32, 32), (1, 40), (40, 1), (1, 1), (3, 17, 29), (2, 2, 33, 12), (5, 1)]
+)
+def test_equals_the_float64_iteration(name: str, shape: tuple[int, ...]) -> None:
+    x = gaussian(*shape)
+    got = GramNewtonSchulz(name, dtype="float32")(x)
+    assert got.shape == x.shape and got.dtype == x.dtype and got.is_contiguous()
+    # fp32 rounding, amplified by the product of the first coefficients (8.2 · 4.1 · 3.9 for the steepest set)
+    assert error(got, plain_float64(x, COEFFICIENTS[name])) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["gram", "plain"])
+@pytest.mark.parametrize("shape", [(2, 40, 40), (1, 48, 36)])
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_forms_and_steps(form: str, shape: tuple[int, int, int], steps: int, cache_file: Path) -> None:
+    with_form(form, Group(*shape), "float32", cache_file)
+    x = gaussian(*shape)
+    got = GramNewtonSchulz("jordan", steps=steps, dtype="float32")(x)
+    assert error(got, plain_float64(x, COEFFICIENTS["jordan"], steps)) < 1e-4
+
+
+@pytest.mark.parametrize("restarts", [(), (1,), (1, 2, 3, 4), (2, 4)])
+def test_restarts_change_rounding_only(restarts: tuple[int, ...]) -> None:
+    x = gaussian(20, 90)
+    got = GramNewtonSchulz("you", restarts=restarts, dtype="float32")(x)
+    assert error(got, plain_float64(x, COEFFICIENTS["you"])) < 2e-4
+
+
+def low_rank_plus_tail(rows: int, cols: int) -> Tensor:
+    rank = rows // 16
+    return gaussian(rows, rank, seed=1) @ gaussian(rank, cols, seed=2) + 1e-2 * gaussian(rows, cols, seed=3)
+
+
+def power_law(rows: int, cols: int) -> Tensor:
+    left = torch.linalg.qr(gaussian(rows, rows, seed=4))[0]
+    right = torch.linalg.qr(gaussian(cols, rows, seed=5))[0]
+    return left @ torch.diag(torch.logspace(0, -5, rows)) @ right.T
+
+
+def rounded_plain(x: Tensor, triples: CoefficientSet, dtype: torch.dtype) -> Tensor:
+    """The plain form with every matrix kept in ``dtype`` and fp32 accumulation: what peers run."""
+
+    def kept(value: Tensor) -> Tensor:
+        return value.to(dtype).float()
+
+    y = kept(x / (triples.norm_factor * x.norm() + 1e-7))
+    for a, b, c in triples.take(5):
+        gram = kept(y @ y.mT)
+        y = kept(a * y + kept(b * gram + c * (gram @ gram)) @ y)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        pytest.param("you", lambda: gaussian(256, 1024), id="gaussian-you"),
+        pytest.param("polar-express-1.05", lambda: gaussian(256, 1024), id="gaussian"),
+        pytest.param("polar-express-1.05", lambda: gaussian(512, 512), id="square"),
+        pytest.param("polar-express-1.05", lambda: low_rank_plus_tail(256, 1024), id="low-rank"),
+        pytest.param("polar-express-1.05", lambda: power_law(256, 1024), id="power-law"),
+    ],
+)
+def test_fp16_gram_form_is_as_good_as_plain(name: str, make: Callable[[], Tensor], cache_file: Path) -> None:
+    x = make()
+    with_form("gram", Group(1, *x.shape), "float16", cache_file)
+    want = polar(x)
+    got = error(GramNewtonSchulz(name, dtype="float16")(x), want)
+    assert got <= 1.1 * error(rounded_plain(x, COEFFICIENTS[name], torch.float16), want)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.01), ("bfloat16", 0.06)])
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (64, 64)])
+def test_half_precision_follows_the_iteration(dtype: str, bound: float, shape: tuple[int, int]) -> None:
+    x = gaussian(*shape)
+    assert error(GramNewtonSchulz("jordan", dtype=dtype)(x), plain_float64(x, COEFFICIENTS["jordan"])) < bound
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_sets_bring_singular_values_near_one(name: str) -> None:
+    values = torch.linalg.svdvals(GramNewtonSchulz(name, dtype="float32")(gaussian(32, 256)))
+    assert 0.6 < values.min() and values.max() < 1.25
+
+
+def test_long_polar_express_converges() -> None:
+    x = gaussian(24, 40)
+    got = GramNewtonSchulz("polar-express-1.01", steps=10, restarts=(2, 4, 6, 8), dtype="float32")(x)
+    assert error(got, polar(x)) < 1e-5
+
+
+def test_scale_of_the_input_does_not_matter() -> None:
+    x = gaussian(30, 70)
+    run = GramNewtonSchulz(dtype="float16")
+    assert torch.equal(run(x), run(x * 2.0**20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_result_has_the_inputs_dtype_and_input_is_kept(dtype: torch.dtype) -> None:
+    x = gaussian(6, 20).to(dtype)
+    before = x.clone()
+    got = GramNewtonSchulz(dtype=torch.float32)(x)
+    assert got.dtype == dtype and torch.equal(x, before)
+    assert error(got, plain_float64(x, COEFFICIENTS["polar-express-1.05"])) < 1e-2
+
+
+def test_strided_input_and_batches_agree_with_single_matrices() -> None:
+    x = gaussian(7, 20, 12)
+    run = GramNewtonSchulz(dtype="float32")
+    batched = run(x.mT)
+    for index in range(7):
+        assert error(run(x[index].mT), batched[index].double()) < 1e-5
+
+
+def test_large_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmuon_tune.recipe.MAX_BATCH_ELEMENTS", 3 * 8 * 16)
+    x = gaussian(8, 8, 16)
+    run = GramNewtonSchulz(dtype="float32")
+    pieces = [(start, len(polars)) for start, polars in run.chunks(list(x.unbind()))]
+    assert pieces == [(0, 3), (3, 3), (6, 2)]
+    assert error(run(x), plain_float64(x, COEFFICIENTS["polar-express-1.05"])) < 1e-4
+
+
+def test_zero_gives_zero_and_non_finite_stays_in_its_matrix() -> None:
+    x = gaussian(4, 6, 10)
+    x[0] = 0
+    x[1, 2, 3] = float("nan")
+    x[2, 0, 0] = float("inf")
+    got = GramNewtonSchulz(dtype="float16")(x)
+    assert torch.equal(got[0], torch.zeros(6, 10))
+    assert got[1].isnan().any() and got[2].isnan().any() and got[3].isfinite().all()
+
+
+def test_empty_batch() -> None:
+    assert GramNewtonSchulz()(torch.empty(0, 3, 4)).shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"coefficients": "polar"}, "polar-express-1.05"),
+        ({"coefficients": "you", "steps": 6}, "5 steps"),
+        ({"coefficients": ((1.0, 2.0),)}, "(a, b, c)"),
+        ({"steps": 0}, "at least 1"),
+        ({"restarts": (0,)}, "restarts"),
+        ({"dtype": "float8"}, "float8"),
+        ({"eps": 0.0}, "eps"),
+    ],
+)
+def test_bad_options_are_named(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(UsageError, match=named.replace("(", r"\(").replace(")", r"\)")):
+        GramNewtonSchulz(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("x", [torch.ones(4), torch.ones(3, 0), torch.ones(2, 2, dtype=torch.int64)])
+def test_bad_input_is_refused(x: Tensor) -> None:
+    with pytest.raises(UsageError, match="Newton–Schulz needs"):
+        GramNewtonSchulz()(x)
