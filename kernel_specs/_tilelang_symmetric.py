@@ -202,13 +202,14 @@ def _cpu_body(problem: Problem, config: TileConfig) -> Any:
 
     @T.macro
     def load(x, tile, batch, row, step, rows):
-        for kk, i in T.grid(tile_k, rows):
-            tile[kk, i] = 0.0
+        for kk, i in T.grid(tile_k, rows):  # zero in an else: GCC 12 miscompiles a zero store before a guarded one
             if row + i < m and step + kk < k:
                 if row_layout:
                     tile[kk, i] = T.cast(x[batch, row + i, step + kk], "float32")
                 else:
                     tile[kk, i] = T.cast(x[batch, step + kk, row + i], "float32")
+            else:
+                tile[kk, i] = 0.0
 
     @T.macro
     def body(a, b, c, d, alpha, beta, gamma):

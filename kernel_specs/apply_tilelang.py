@@ -135,20 +135,22 @@ def _cpu_body(problem: Problem, config: TileConfig) -> Any:
 
     @T.macro
     def load(q, x, left, right, batch, row, col, step):
-        for i, kk in T.grid(tile_m, tile_k):
-            left[i, kk] = 0.0
+        for i, kk in T.grid(tile_m, tile_k):  # zero in an else: GCC 12 miscompiles a zero store before a guarded one
             if row + i < rows and step + kk < k:
                 if row_layout:
                     left[i, kk] = T.cast(q[batch, row + i, step + kk], "float32")
                 else:
                     left[i, kk] = T.cast(x[batch, row + i, step + kk], "float32")
+            else:
+                left[i, kk] = 0.0
         for kk, j in T.grid(tile_k, tile_n):
-            right[kk, j] = 0.0
             if col + j < cols and step + kk < k:
                 if row_layout:
                     right[kk, j] = T.cast(x[batch, step + kk, col + j], "float32")
                 else:
                     right[kk, j] = T.cast(q[batch, col + j, step + kk], "float32")
+            else:
+                right[kk, j] = 0.0
 
     @T.macro
     def body(q, x, y, alpha, beta):
