@@ -100,15 +100,18 @@ def _time_cuda(
     device: str,
     fingerprint: DeviceFingerprint,
 ) -> Timing:
-    estimate_us = _estimate_cuda_us(launch, first)
-    launches = max(1, min(math.ceil(GPU_WINDOW_US / estimate_us), GPU_MAX_LAUNCHES))
     free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
-    sets = _rotating_sets(
-        first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, int(MEMORY_SHARE * free_bytes), launches
-    )
-    graph = _capture(launch, sets, launches)
-    _check_graph_writes(graph, op, problem, sets)
-    window_us = estimate_us * launches
+    cold_bytes, most_bytes = COLD_L2_MULTIPLE * fingerprint.l2_bytes, int(MEMORY_SHARE * free_bytes)
+    estimate_us = _estimate_cuda_us(launch, first)
+    for _ in range(2):  # a short kernel launched alone takes the launch time: the first graph corrects that
+        launches = max(1, min(math.ceil(GPU_WINDOW_US / estimate_us), GPU_MAX_LAUNCHES))
+        sets = _rotating_sets(first, cold_bytes, most_bytes, launches)
+        graph = _capture(launch, sets, launches)
+        _check_graph_writes(graph, op, problem, sets)
+        window_us = _elapsed_us(graph.replay)
+        if window_us >= GPU_WINDOW_US or launches == GPU_MAX_LAUNCHES:
+            break
+        estimate_us = window_us / launches / 1.1
     for _ in range(math.ceil(GPU_BURN_IN_US / window_us)):
         graph.replay()
     events = []
@@ -123,15 +126,21 @@ def _time_cuda(
 
 
 def _estimate_cuda_us(launch: Callable[..., Any], arguments: list[Any], calls: int = 3) -> float:
-    for _ in range(2):
-        launch(*arguments)
+    def several() -> None:
+        for _ in range(calls):
+            launch(*arguments)
+
+    several()
+    return _elapsed_us(several) / calls
+
+
+def _elapsed_us(work: Callable[[], Any]) -> float:
     begin, end = _event(), _event()
     begin.record()
-    for _ in range(calls):
-        launch(*arguments)
+    work()
     end.record()
     torch.cuda.synchronize()
-    return max(float(begin.elapsed_time(end)) * 1000 / calls, 0.5)
+    return max(float(begin.elapsed_time(end)) * 1000, 0.5)
 
 
 def _event() -> torch.cuda.Event:
