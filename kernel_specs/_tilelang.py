@@ -80,6 +80,8 @@ def refusal(problem: Problem, device: DeviceFingerprint, shape: Shape, epilogues
         return f"TileLang writes its operands' dtype: {problem.dtype} in, {problem.out_dtype} asked"
     if problem.epilogue not in epilogues:
         return f"{problem.op} has no epilogue {problem.epilogue!r}; it takes {', '.join(epilogues)}"
+    if problem.op != "apply" and problem.n != problem.m:
+        return f"{problem.op} has an m×m result: n must equal m, not {problem.n}"
     if problem.batch * max(shape.rows * shape.cols, shape.rows * shape.k, shape.cols * shape.k) >= MAX_ELEMENTS:
         return "a tensor has 2^31 elements or more and TileLang indexes with int32; cut the batch"
     if device.kind == "cpu" and problem.dtype == "bfloat16":
