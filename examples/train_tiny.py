@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -45,11 +46,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=150)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose where cores are shared
     # The best of 0.003, 0.006, 0.01 and 0.02 for AdamW, of 0.02 and 0.05 for Muon, by the last loss.
     runs = {
         "AdamW": train(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), args.steps, args.device),
-        "Muon": train(lambda model: Muon(model, lr=0.02), args.steps, args.device),
+        "Muon": train(lambda model: Muon(model, lr=0.02, adamw_lr=0.003), args.steps, args.device),
     }
+    muon = runs["Muon"][0]
+    assert isinstance(muon, Muon)
+    for plan in muon.plan():
+        products = {(row["problem"], row["origin"], row["kernel"]) for row in plan.rows()}
+        origins = Counter(f"{origin} ({kernel.partition('.')[2]})" for _, origin, kernel in products)
+        found = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
+        print(f"Muon's products on {plan.fingerprint.name}: {found}")
     print(f"loss in nats a byte; no model can go below {loss_floor(LINES):.3f}")
     print(f"{'step':>9}" + "".join(f"{name:>10}" for name in runs))
     for step in sorted({*range(0, args.steps, max(1, args.steps // 10)), args.steps - 1}):

@@ -1,0 +1,39 @@
+"""The example's model is the tiny preset, and it learns with Muon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from dmuon_tune.matrices import select
+from dmuon_tune.models import presets
+
+ROOT = Path(__file__).resolve().parent.parent
+PARAMETERS = "from tiny_model import TinyModel\nfor n, p in TinyModel().named_parameters(): print(n, *p.shape)"
+
+
+def example(*command: str, cache_dir: Path) -> list[str]:
+    environ = {**os.environ, "DMUON_TUNE_CACHE_DIR": str(cache_dir), "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cache_dir, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_model_is_the_preset(tmp_path: Path) -> None:
+    lines = [line.split() for line in example("-c", PARAMETERS, cache_dir=tmp_path)]
+    shapes = {name: tuple(int(extent) for extent in shape) for name, *shape in lines}
+    assert shapes == dict(presets.load("tiny").parameters)
+    assert select(shapes.items()).counts() == {(64, 64): 8, (192, 64): 2, (64, 192): 2}
+
+
+def test_the_loss_falls_with_both_optimizers(tmp_path: Path) -> None:
+    lines = example(str(ROOT / "examples/train_tiny.py"), "--device", "cpu", "--steps", "41", cache_dir=tmp_path)
+    assert any(line.startswith("Muon's products on") for line in lines)
+    losses = {int(row[0]): row[1:] for row in map(str.split, lines) if row and row[0].isdigit()}
+    for first, last in zip(losses[0], losses[40], strict=True):
+        assert float(last) < 0.5 * float(first)
+    assert float(losses[40][1]) < 2.1, "Muon should have learned more than the letters' frequencies"
