@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ RESERVED_SMEM_BYTES = 1024  # CUDA C++ Programming Guide, compute capability 9.0
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # a thread, of 3 × 168 (three warpgroups)
 MAX_ACCUMULATORS = 128  # a thread; more of them spill beside the epilogue's rounded copy
 OTHER_REGISTERS = 72  # a thread: addresses, descriptors, pipeline state, the epilogue's vectors
-SOURCES = (__name__, f"{__package__}._cutedsl_symmetric")
+SOURCES = (__name__, f"{__package__}._cutedsl_symmetric", f"{__package__}._cutedsl_epilogue")
 MAX_MATRIX_ELEMENTS = 2**31 - 1  # offsets inside one matrix are int32
 
 
@@ -42,7 +43,7 @@ def epilogue_rows(config: SymmetricConfig) -> int:
 
 
 def threads(config: SymmetricConfig) -> int:
-    """The consumers and the producer: a warp beside one warpgroup, a warpgroup (which gives registers up) beside two."""
+    """The consumers and the producer: a warp beside one warpgroup, a warpgroup (giving registers up) beside two."""
     return 160 if config.warpgroups == 1 else 384
 
 
@@ -134,6 +135,7 @@ def heuristic(problem: Problem, device: DeviceFingerprint) -> SymmetricConfig:
 
 def program(problem: Problem, config: SymmetricConfig, device: DeviceFingerprint) -> Any:
     """A KernelSpec's build: the body for this problem, ready for the backend."""
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported; it would pick sm_100a by itself
     from ._cutedsl_symmetric import Program
 
     return Program(problem, config, device.sm_count, smem_bytes(config))

@@ -3,31 +3,19 @@
 
 from __future__ import annotations
 
-import os
-from math import gcd, lcm
+from math import lcm
 
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported; without it the target is sm_100a
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.utils import hopper_helpers as hopper
 
-import cutlass  # noqa: E402
-import cutlass.cute as cute  # noqa: E402
-from cutlass import Float32, Int32, Int64, pipeline  # noqa: E402
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup  # noqa: E402
-from cutlass.utils import LayoutEnum, SmemAllocator  # noqa: E402
-from cutlass.utils import hopper_helpers as hopper  # noqa: E402
+from dmuon_tune.problem import Problem
 
-from dmuon_tune.problem import Problem  # noqa: E402
-
-from ._cutedsl_space import (  # noqa: E402
-    CONSUMER_REGISTERS,
-    EPILOGUE_COLS,
-    PAD,
-    PRODUCER_REGISTERS,
-    SymmetricConfig,
-    epilogue_rows,
-    threads,
-)
-
-DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+from ._cutedsl_epilogue import DTYPES, SymmetricEpilogue
+from ._cutedsl_space import CONSUMER_REGISTERS, PRODUCER_REGISTERS, SymmetricConfig, threads
 
 
 class Program:
@@ -54,7 +42,7 @@ def _tensor(dtype: str, shape: tuple[int, ...]):
     return cute.runtime.make_fake_compact_tensor(DTYPES[dtype], shape, stride_order=(2, 1, 0), assumed_align=16)
 
 
-class SymmetricProduct:
+class SymmetricProduct(SymmetricEpilogue):
     """D = α·A·Bᵀ + β·C + γ·I for one problem and configuration, D symmetric, all extents fixed at compile time.
 
     One block per SM slot walks the tiles that touch the lower triangle: one producer warp fills a ring of
@@ -62,25 +50,19 @@ class SymmetricProduct:
     """
 
     def __init__(self, problem: Problem, config: SymmetricConfig, blocks: int) -> None:
-        self.batch, self.m, self.k = problem.batch, problem.m, problem.k
-        self.row_major = problem.layout == "row"
-        self.dtype, self.out_dtype = DTYPES[problem.dtype], DTYPES[problem.out_dtype]
-        self.has_c, self.has_identity = problem.has_c, problem.has_identity
-        self.tile = (config.tile_m, config.tile_n, config.tile_k)
-        self.stages, self.warpgroups = config.stages, config.warpgroups
-        self.blocks_per_sm = config.blocks_per_sm
-        self.consumers, self.threads = 128 * config.warpgroups, threads(config)
+        super().__init__(problem, config)
+        self.k, self.row_major = problem.k, problem.layout == "row"
+        self.tile_k, self.stages = config.tile_k, config.stages
+        self.threads, self.blocks_per_sm = threads(config), config.blocks_per_sm
         # setmaxnreg needs a whole producer warpgroup; one spare warp beside one consumer group costs no registers.
         self.moves_registers = config.warpgroups > 1
-        self.epilogue_rows = epilogue_rows(config)
-        self.vector = gcd(self.m, 8)
         self.k_tiles = -(-self.k // config.tile_k)
         self._plan_tiles(config.group)
         self.grid = min(self.tiles * self.batch, blocks)
 
     def _plan_tiles(self, group: int) -> None:
         """Rows of tiles are walked in groups: a group's full rectangle column by column, then its jagged end."""
-        tile_m, tile_n, _ = self.tile
+        tile_m, tile_n = self.tile
         period = lcm(tile_m, tile_n) // tile_m
         self.group = -(-group // period) * period
         self.group_cols = self.group * tile_m // tile_n
@@ -127,7 +109,7 @@ class SymmetricProduct:
 
     @cute.jit
     def _launch(self, a, b, c, d, alpha, beta, gamma, stream):
-        tile_m, tile_n, tile_k = self.tile
+        (tile_m, tile_n), tile_k = self.tile, self.tile_k
         strides = (self.k, 1, self.m * self.k) if self.row_major else (1, self.m, self.m * self.k)
         operand = cute.make_layout((self.m, self.k, self.batch), stride=strides)
         major = LayoutEnum.ROW_MAJOR if self.row_major else LayoutEnum.COL_MAJOR
@@ -180,9 +162,9 @@ class SymmetricProduct:
         smem = SmemAllocator()
         sa = smem.allocate_tensor(self.dtype, a_smem.outer, byte_alignment=1024, swizzle=a_smem.inner)
         sb = smem.allocate_tensor(self.dtype, b_smem.outer, byte_alignment=1024, swizzle=b_smem.inner)
-        direct, mirror = self._epilogue_buffers(smem)
+        direct, mirror = self.epilogue_buffers(smem)
         barriers = smem.allocate_array(Int64, 2 * self.stages, byte_alignment=8)
-        stage_bytes = (self.tile[0] + self.tile[1]) * self.tile[2] * 2
+        stage_bytes = (self.tile[0] + self.tile[1]) * self.tile_k * 2
         ring = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
@@ -203,18 +185,6 @@ class SymmetricProduct:
             if cutlass.const_expr(self.moves_registers):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self._consume(ring, tiled_mma, sa, sb, direct, mirror, c, d, alpha, beta, gamma, thread)
-
-    @cute.jit
-    def _epilogue_buffers(self, smem):
-        """A slice of the tile twice, both indexed (row, column): rows contiguous, and columns contiguous."""
-        rows, cols = self.epilogue_rows, EPILOGUE_COLS
-        direct = smem.allocate_tensor(
-            self.out_dtype, cute.make_layout((rows, cols), stride=(cols + PAD, 1)), byte_alignment=128
-        )
-        mirror = smem.allocate_tensor(
-            self.out_dtype, cute.make_layout((rows, cols), stride=(1, rows + PAD)), byte_alignment=128
-        )
-        return direct, mirror
 
     @cute.jit
     def _tile_of(self, index: Int32):
@@ -247,7 +217,7 @@ class SymmetricProduct:
 
     @cute.jit
     def _produce(self, ring, a_atom, a_tma, sa, b_atom, b_tma, sb):
-        tile_m, tile_n, tile_k = self.tile
+        (tile_m, tile_n), tile_k = self.tile, self.tile_k
         ga = cute.local_tile(a_tma, (tile_m, tile_k), (None, None, None))
         gb = cute.local_tile(b_tma, (tile_n, tile_k), (None, None, None))
         one = cute.make_layout(1)
@@ -278,7 +248,7 @@ class SymmetricProduct:
         ra = tiled_mma.make_fragment_A(mma.partition_A(sa))
         rb = tiled_mma.make_fragment_B(mma.partition_B(sb))
         # Coordinates want the thread, operands only its warpgroup.
-        places = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.tile[0], self.tile[1])))
+        places = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(self.tile))
         acc = cute.make_rmem_tensor(places.shape, Float32)
         blocks = cute.size(ra, mode=[2])
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -288,8 +258,8 @@ class SymmetricProduct:
             batch, row, col = self._tile_of(index)
             acc.fill(0.0)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.fence()
             ring.consumer_wait(read)
+            warpgroup.fence()
             for block in cutlass.range_constexpr(blocks):
                 at = (None, None, block, read.index)
                 cute.gemm(tiled_mma, acc, ra[at], rb[at], acc)
@@ -297,6 +267,7 @@ class SymmetricProduct:
             read.advance()
             for _ in cutlass.range(1, self.k_tiles, unroll=1):
                 ring.consumer_wait(read)
+                warpgroup.fence()
                 for block in cutlass.range_constexpr(blocks):
                     at = (None, None, block, read.index)
                     cute.gemm(tiled_mma, acc, ra[at], rb[at], acc)
@@ -309,128 +280,9 @@ class SymmetricProduct:
             ring.consumer_release(release)
             release.advance()
             row0, col0 = row * self.tile[0], col * self.tile[1]
-            self._finish(acc, places, c, alpha, beta, gamma, batch, row0, col0)
-            self._store(acc, tiled_mma, direct, mirror, d, batch, row0, col0, thread)
+            self.finish(acc, places, c, alpha, beta, gamma, batch, row0, col0)
+            self.store(acc, tiled_mma, direct, mirror, d, batch, row0, col0, thread)
             index += self.grid
-
-    @cute.jit
-    def _finish(self, acc, places, c, alpha, beta, gamma, batch, row0, col0):
-        """acc ← α·acc + β·C + γ·I, in fp32."""
-        pair = gcd(self.m, 2)
-        if cutlass.const_expr(self.has_c):
-            pairs = cute.make_tensor(
-                c.iterator,
-                cute.make_layout(
-                    (pair, self.m // pair, self.m, self.batch), stride=(1, pair, self.m, self.m * self.m)
-                ),
-            )
-            held = cute.make_rmem_tensor(pair, self.dtype)
-        for some in cutlass.range_constexpr(0, cute.size(acc), 32):
-            for v in cutlass.range_constexpr(some, some + 32, pair):
-                r, col = row0 + places[v][0], col0 + places[v][1]
-                if cutlass.const_expr(self.has_c):
-                    # Elements outside the matrix read its edge: they are never stored.
-                    inside_r, inside_c = cutlass.min(r, self.m - 1), cutlass.min(col // pair, self.m // pair - 1)
-                    cute.autovec_copy(pairs[(None, inside_c, inside_r, Int64(batch))], held)
-                for e in cutlass.range_constexpr(pair):
-                    value = alpha * acc[v + e]
-                    if cutlass.const_expr(self.has_c):
-                        value = value + beta * held[e].to(Float32)
-                    if cutlass.const_expr(self.has_identity):
-                        value = value + (gamma if r == col + e else Float32(0.0))
-                    acc[v + e] = value
-
-    @cute.jit
-    def _store(self, acc, tiled_mma, direct, mirror, d, batch, row0, col0, thread):
-        """Through shared memory, one slice of the tile after another, so that both copies leave coalesced."""
-        slice_rows, slice_cols = self.epilogue_rows, EPILOGUE_COLS
-        barrier = pipeline.NamedBarrier(barrier_id=1, num_threads=self.consumers)
-        rounded = cute.make_rmem_tensor(acc.shape, self.out_dtype)
-        rounded.store(acc.load().to(self.out_dtype))
-        to_direct, from_direct = self._register_copy(False, tiled_mma, rounded, direct, thread)
-        to_mirror, from_mirror = self._register_copy(True, tiled_mma, rounded, mirror, thread)
-        copy_direct, copy_mirror = self._copy(False, tiled_mma), self._copy(True, tiled_mma)
-        atoms = cute.size(to_direct, mode=[2])
-        for i in cutlass.range_constexpr(self.tile[0] // slice_rows):
-            for j in cutlass.range_constexpr(self.tile[1] // slice_cols):
-                top, left = row0 + i * slice_rows, col0 + j * slice_cols
-                if left < self.m and left <= top + slice_rows - 1:
-                    barrier.arrive_and_wait()  # the slice before has left shared memory
-                    for atom in cutlass.range_constexpr(atoms):
-                        at = ((None, j * atoms + atom), i, 0)
-                        cute.copy(copy_direct, from_direct[at], to_direct[(None, 0, atom)])
-                        cute.copy(copy_mirror, from_mirror[at], to_mirror[(None, 0, atom)])
-                    barrier.arrive_and_wait()
-                    self._leave(False, direct, d, batch, top, left, thread)
-                    self._leave(True, mirror, d, batch, top, left, thread)
-
-    @cute.jit
-    def _copy(self, transposed: cutlass.Constexpr[bool], tiled_mma):
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, 4), self.out_dtype)
-        return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, tiled_mma))
-
-    @cute.jit
-    def _register_copy(self, transposed: cutlass.Constexpr[bool], tiled_mma, registers, buffer, thread):
-        """The thread's part of the buffer (atom, rows, columns) and its registers ((atom, columns), rows, 1)."""
-        copy = self._copy(transposed, tiled_mma)
-        return copy.get_slice(thread).partition_D(buffer), copy.retile(registers)
-
-    @cute.jit
-    def _leave(self, mirrored: cutlass.Constexpr[bool], buffer, d, batch, top, left, thread):
-        """Store the slice's elements of the lower triangle in place (r ≥ c), or at their mirror places (r > c)."""
-        width, across = self.vector, EPILOGUE_COLS if not mirrored else self.epilogue_rows
-        along = self.epilogue_rows if not mirrored else EPILOGUE_COLS
-        source = cute.make_tensor(
-            buffer.iterator, cute.make_layout((width, across // width, along), stride=(1, width, across + PAD))
-        )
-        target = cute.make_tensor(
-            d.iterator,
-            cute.make_layout(
-                (width, self.m // width, self.m, self.batch), stride=(1, width, self.m, self.m * self.m)
-            ),
-        )
-        row0, col0 = (left, top) if mirrored else (top, left)
-        steps = across // width * along // self.consumers
-        if left + EPILOGUE_COLS <= top:  # the slice lies below the diagonal
-            for step in cutlass.range(steps, unroll=4):
-                self._leave_vector(mirrored, False, source, target, batch, row0, col0, thread + step * self.consumers)
-        else:
-            for step in cutlass.range(steps, unroll=1):
-                self._leave_vector(mirrored, True, source, target, batch, row0, col0, thread + step * self.consumers)
-
-    @cute.jit
-    def _leave_vector(
-        self,
-        mirrored: cutlass.Constexpr[bool],
-        diagonal: cutlass.Constexpr[bool],
-        source,
-        target,
-        batch,
-        row0,
-        col0,
-        place,
-    ):
-        """One aligned vector of a line; on the diagonal those of its elements that this copy owns."""
-        width, parts = self.vector, cute.size(source, mode=[1])
-        line = place // parts
-        part = place - line * parts
-        row, col = row0 + line, col0 + part * width
-        held = cute.make_rmem_tensor(width, self.out_dtype)
-        if row < self.m and col < self.m:
-            to = target[(None, col // width, row, Int64(batch))]
-            # Mirrored lines hold columns of the tile, so their far side is beyond the diagonal.
-            if cutlass.const_expr(not diagonal):
-                cute.autovec_copy(source[(None, part, line)], held)
-                cute.autovec_copy(held, to)
-            elif (col > row) if mirrored else (col + width - 1 <= row):
-                cute.autovec_copy(source[(None, part, line)], held)
-                cute.autovec_copy(held, to)
-            elif (col + width - 1 > row) if mirrored else (col <= row):
-                cute.autovec_copy(source[(None, part, line)], held)
-                for e in cutlass.range_constexpr(width):
-                    if (col + e > row) if mirrored else (col + e <= row):
-                        to[e] = held[e]
-
 
 def _operand_layout(major, shape, dtype, stages):
     """Swizzled shared-memory ring of one operand: (rows, k, stage)."""

@@ -116,7 +116,7 @@ def test_every_tile_of_the_lower_triangle_is_walked_once(m: int, tile_m: int, ti
 @pytest.mark.parametrize(
     ("asked", "config"),
     [
-        (problem(m=1024, k=4096), SymmetricConfig(128, 256, 64, 3)),
+        (problem(m=1024, k=4096), SymmetricConfig(128, 128, 64, 4)),
         (
             problem("gemm_symmetric", batch=3, m=200, layout="col", dtype="bfloat16", epilogue="ci"),
             SymmetricConfig(64, 128, 64, 4, 1, 1, 2),
