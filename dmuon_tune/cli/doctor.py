@@ -89,7 +89,7 @@ def _print(findings: dict[str, Any]) -> None:
     ]))
     print()
     print(table(["backend", "state", "detail"], [
-        [backend["name"], "ok" if backend["available"] else "missing", backend["toolchain"] or backend["reason"]]
+        [backend["name"], "ok" if backend["available"] else "unavailable", backend["toolchain"] or backend["reason"]]
         for backend in findings["backends"]
     ]))
     print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
     parser.add_argument("--all-devices", action="store_true", help="results of every device, not only of this one")
+    parser.add_argument("--failures", action="store_true", help="the configurations that failed, with the reason")
     parser.set_defaults(run=run)
 
 
@@ -38,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
         device = fingerprint(args.device)
     layers = caches.described(args.cache)
+    if args.failures:
+        _print_failures(layers, device, args.format)
+        return caches.exit_code(layers)
     with caches.opened(layers) as opened:
         entries = [(cache.label, entry) for cache in opened for entry in cache.store.entries(device=device)]
         recipes: list[tuple[str | None, Any]] = [
@@ -79,7 +84,7 @@ def _winner(layer: str, candidates: list[Any]) -> Winner:
     specs = {spec.name: spec for spec in kernels()}
     current = [entry for entry in candidates if staleness(entry) is None]
     if current:
-        best = winner(current, specs)
+        best = winner(current, specs, current[0].key.device)
     else:
         best = min(candidates, key=lambda entry: entry.measurement.median_us)
     library = [entry for entry in current or candidates if entry.key.toolchain.backend == "library"]
@@ -106,6 +111,40 @@ def _print(winners: list[Winner], recipes: list[tuple[str | None, Any]], all_dev
     if recipes:
         print()
         print(recipe_table(recipes))
+
+
+def _print_failures(layers: list[dict[str, Any]], device: Any, output: str) -> None:
+    with caches.opened(layers) as opened:
+        failures = [
+            (cache.label, key, trial)
+            for cache in opened
+            for key, trial in cache.store.all_trials()
+            if not trial.measurement.ok and device in (None, key.device)
+        ]
+    if output == "json":
+        print_json({"failures": [
+            {
+                "problem": key.problem.to_dict(), "kernel": key.kernel, "config": trial.config, "layer": layer,
+                "status": trial.measurement.status, "log": trial.measurement.log, "created_at": trial.created_at,
+            }
+            for layer, key, trial in failures
+        ]})
+        return
+    rows = [
+        [
+            key.problem.label(), key.kernel, config_text(trial.config), layer, trial.measurement.status,
+            _reason(trial.measurement.log),
+        ]
+        for layer, key, trial in failures
+    ]
+    print(table(["problem", "kernel", "config", "layer", "status", "reason"], rows))
+
+
+def _reason(log: str) -> str | None:
+    """The line of a log that names the error, else its last one."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return next(iter(named or lines[-1:]), None)
 
 
 def recipe_table(recipes: list[tuple[str | None, Any]]) -> str:

@@ -86,6 +86,9 @@ def _conclude(report: TuneReport, where: str) -> int:
         note(f"{report.measured} results measured, {report.reused} reused; kept in {where}")
     if not report.complete:
         note("the budget ended before every problem had its trials; run the same command again to go on")
+    failures = sum(count for problem in report.problems for name, count in problem.statuses.items() if name != "ok")
+    if failures:
+        note(f"{failures} configurations failed; 'dmuon-tune show --failures' says why")
     failed = [problem for problem in report.problems if problem.winner is None]
     for problem in failed:
         warn(f"{problem.problem.label()}: no configuration works ({statuses_text(problem.statuses) or 'none tried'})")

@@ -18,6 +18,7 @@ import pytest
 
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.cli import main
+from dmuon_tune.measurement import Measurement
 
 from .conftest import Result, Run
 
@@ -113,6 +114,16 @@ def test_explain_names_the_field_in_which_an_entry_differs(
     assert any(row["verdict"].startswith(said) and row["layer"] == "path" for row in found.json["candidates"])
 
 
+def test_show_failures_gives_the_reason_and_the_log(run: Run, tuned: dict[str, Any], own_cache: Path) -> None:
+    log = "Traceback (most recent call last):\n  File x\nValueError: tile too large\nsource of the kernel"
+    with Store.open(own_cache) as store:
+        entry = store.entries()[0]
+        store.record(entry.key, {"entry": "addmm"}, Measurement("compile_error", log=log), {})
+    assert run("show", "--device", "cpu", "--failures").out.splitlines()[1].endswith("ValueError: tile too large")
+    (failure,) = run("show", "--device", "cpu", "--failures", "--format", "json").json["failures"]
+    assert (failure["status"], failure["log"], failure["config"]) == ("compile_error", log, {"entry": "addmm"})
+
+
 def test_cache_list_counts_by_status(run: Run, tuned: dict[str, Any], own_cache: Path) -> None:
     user = run("cache", "list", "--format", "json").json["caches"][0]
     assert (user["layer"], user["path"]) == ("user", str(own_cache))
@@ -151,9 +162,18 @@ def test_doctor_says_what_runs_and_what_to_install(run: Run, own_cache: Path) ->
     assert "arch" in run("doctor", "--device", "cpu").out
 
 
+def test_without_a_compiler_doctor_and_tune_say_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    for command in (("doctor", "--device", "cpu"), ("tune", *SHAPE, "--dry-run")):
+        result = run(*command)
+        assert result.code == 0
+        assert "tilelang" in result.out and "install" in result.out
+
+
 def test_ctrl_c_keeps_what_was_measured(own_cache: Path) -> None:
     command = [
-        sys.executable, "-m", "dmuon_tune", "tune", "--shapes", "2x16x24", "--device", "cpu", "--backends", "library",
+        sys.executable, "-m", "dmuon_tune", "tune", "--shapes", "2x8x24", "--device", "cpu", "--backends", "library",
         "--format", "json",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
