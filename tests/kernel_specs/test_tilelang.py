@@ -177,6 +177,7 @@ def decoded_tiles(source: str, tiles: int, folder: Path) -> Iterator[tuple[int, 
 @pytest.mark.parametrize(
     ("m", "config", "device", "arch", "instruction"),
     [
+        (8192, TileConfig(64, 64, 64, 4, 128), H200, "sm_90a", "wgmma_ss"),
         (4096, TileConfig(128, 192, 64, 4), H200, "sm_90a", "wgmma_ss"),
         (2600, TileConfig(64, 256, 64, 3, 256, 8), H200, "sm_90a", "wgmma_ss"),
         (2050, TileConfig(128, 64, 32, 2, 128, 8), A100, "sm_80", "mma_sync"),
