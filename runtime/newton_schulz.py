@@ -138,9 +138,7 @@ class GramNewtonSchulz:
         return {**self.__dict__, "_planned": {}, "_buffers": {}, "_layers": None}
 
     def _check_given(self, given: Plan) -> None:
-        device = torch.device(given.device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = torch.empty(0, device=given.device).device  # "cuda" becomes the current GPU's own name
         for group, planned in given.groups.items():
             recipe = planned.recipe
             if (recipe.steps, recipe.restarts) != (self.steps, self.restarts) or self.dtype not in (None, recipe.dtype):
