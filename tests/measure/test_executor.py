@@ -53,7 +53,7 @@ def test_every_misbehaviour_is_a_measurement(test_kernels: None, capfd: pytest.C
     assert slow.median_us is not None and 3_000 <= slow.median_us < 300_000
     library = outcomes["gram.library{'entry': 'baddbmm'}"]
     assert library.ok and len(library.samples) >= 3 and library.max_rel_err is not None
-    assert library.log == "" and library.resources["launches_per_window"] > 1
+    assert library.log == "" and library.resources["launches_per_window"] >= 1
     assert outcomes["gram.library{'entry': 'no such field', 'x': 'y'}"].status == "compile_error"
     assert capfd.readouterr() == ("", "")
 

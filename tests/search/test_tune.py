@@ -16,7 +16,7 @@ from dmuon_tune.backends import backends
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.errors import NoLegalConfigError, UsageError
-from dmuon_tune.kernel_specs import kernel, kernels
+from dmuon_tune.kernel_specs import EXTRA_MODULES_VARIABLE, kernel, kernels
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group
@@ -25,7 +25,7 @@ from dmuon_tune.search.schedule import problem_search, usable_kernels
 from dmuon_tune.space import config_json
 
 GROUPS = [Group(1, 8, 24)]
-ONLY_LIBRARY = TuneOptions(device="cpu", backends=("library",), run_timeout_s=3)
+ONLY_LIBRARY = TuneOptions(device="cpu", backends=("library",), run_timeout_s=4)
 
 
 class Recorder:
@@ -139,11 +139,14 @@ from dmuon_tune.cache import Store
 from dmuon_tune.recipe import Group
 from dmuon_tune.search import TuneOptions, tune
 with Store.open(sys.argv[1]) as store:
-    tune([Group(1, 8, 24)], store, TuneOptions(device="cpu", backends=("library",), run_timeout_s=3))
+    tune([Group(1, 8, 24)], store, TuneOptions(device="cpu", backends=("library",), run_timeout_s=4))
 """
 
 
-def test_a_killed_run_is_continued_without_repeating(misbehaving: None, tmp_path: Path) -> None:
+def test_a_killed_run_is_continued_without_repeating(
+    misbehaving: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(EXTRA_MODULES_VARIABLE, "bad_slow,bad_values")
     path = tmp_path / "cache.sqlite"
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
@@ -151,7 +154,7 @@ def test_a_killed_run_is_continued_without_repeating(misbehaving: None, tmp_path
     deadline = time.monotonic() + 60
     done: set[tuple[Problem, str, str]] = set()
     while len(done) < 3 and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
+        time.sleep(0.3)
         if path.exists():
             with Store.open(path) as store:
                 done = finished_trials(store)
