@@ -138,4 +138,4 @@ def program(problem: Problem, config: SymmetricConfig, device: DeviceFingerprint
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported; it would pick sm_100a by itself
     from ._cutedsl_symmetric import Program
 
-    return Program(problem, config, device.sm_count, smem_bytes(config))
+    return Program(problem, config, device.sm_count)

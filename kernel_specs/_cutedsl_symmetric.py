@@ -15,14 +15,14 @@ from cutlass.utils import hopper_helpers as hopper
 from dmuon_tune.problem import Problem
 
 from ._cutedsl_epilogue import DTYPES, SymmetricEpilogue
-from ._cutedsl_space import CONSUMER_REGISTERS, PRODUCER_REGISTERS, SymmetricConfig, threads
+from ._cutedsl_space import CONSUMER_REGISTERS, PRODUCER_REGISTERS, SymmetricConfig, smem_bytes, threads
 
 
 class Program:
     """What the backend compiles: the entry point and stand-ins for its arguments but the stream."""
 
-    def __init__(self, problem: Problem, config: SymmetricConfig, sm_count: int, smem_bytes: int) -> None:
-        self.problem, self.smem_bytes = problem, smem_bytes
+    def __init__(self, problem: Problem, config: SymmetricConfig, sm_count: int) -> None:
+        self.problem, self.smem_bytes = problem, smem_bytes(config)
         self.body = SymmetricProduct(problem, config, sm_count * config.blocks_per_sm)
         entries = {"none": "plain", "c": "with_c", "i": "with_i", "ci": "with_ci"}
         self.entry = getattr(self.body, "gram" if problem.op == "gram" else entries[problem.epilogue])
@@ -54,6 +54,7 @@ class SymmetricProduct(SymmetricEpilogue):
         self.k, self.row_major = problem.k, problem.layout == "row"
         self.tile_k, self.stages = config.tile_k, config.stages
         self.threads, self.blocks_per_sm = threads(config), config.blocks_per_sm
+        self.smem_bytes = smem_bytes(config)
         # setmaxnreg needs a whole producer warpgroup; one spare warp beside one consumer group costs no registers.
         self.moves_registers = config.warpgroups > 1
         self.k_tiles = -(-self.k // config.tile_k)
@@ -132,6 +133,7 @@ class SymmetricProduct(SymmetricEpilogue):
             block=[self.threads, 1, 1],
             max_number_threads=[self.threads * self.blocks_per_sm, 1, 1],  # caps the registers
             min_blocks_per_mp=1,
+            smem=self.smem_bytes,  # the DSL warns where it allocates more; the tests turn that into an error
             use_pdl=True,
             stream=stream,
         )

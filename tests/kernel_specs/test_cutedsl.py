@@ -124,6 +124,7 @@ def test_every_tile_of_the_lower_triangle_is_walked_once(m: int, tile_m: int, ti
     ],
     ids=["gram-row", "product-col-ci"],
 )
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_it_compiles_to_tma_and_wgmma(asked: Problem, config: SymmetricConfig, tmp_path: Path) -> None:
     spec = KERNELS[asked.op]
     assert spec.illegality(asked, config, H200) is None
@@ -142,6 +143,7 @@ def test_it_compiles_to_tma_and_wgmma(asked: Problem, config: SymmetricConfig, t
     assert 0 < resources["registers"] <= registers(config)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_the_backend_reports_resources_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked, config = problem(m=72), SymmetricConfig(64, 64, 64, 2, 1, 1)
