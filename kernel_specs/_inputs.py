@@ -36,7 +36,8 @@ def with_spectrum(singular_values: Tensor, cols: int, seed: int = 0) -> Tensor:
     rng = generator(device, seed)
     left = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64, device=device, generator=rng))[0]
     right = torch.linalg.qr(torch.randn(cols, rows, dtype=torch.float64, device=device, generator=rng))[0]
-    return (left * singular_values.double()) @ right.T
+    matrix: Tensor = (left * singular_values.double()) @ right.T
+    return matrix
 
 
 def commuting_symmetric(problem: Problem, count: int, device: str, seed: int) -> list[Tensor]:

@@ -6,6 +6,7 @@ import os
 import platform
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def resolve(device: str) -> str:
 
 
 def _cuda(device: torch.device) -> DeviceFingerprint:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the opt-in shared memory
     return DeviceFingerprint(
         name=properties.name,
         arch=f"sm_{properties.major}{properties.minor}",
