@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.kernel_specs import kernels, ops
 from dmuon_tune.measure.build import compile_kernel, tuning_key
+from dmuon_tune.measure.winners import contenders, library_kernel, winner
 from dmuon_tune.problem import Problem
 from dmuon_tune.spec import KernelSpec
 
-TIE = 1.02  # times within 2 % are one time: the noise of the timing protocol
-SYMMETRIC_PAYS_FROM = 2048
+# Untuned kernels of symmetric products, preferred first, each from the order m where it beat the library on an H200
+# (2026-11-29): CuTe DSL 1.2x at 1024 and 1.7x at 4096, TileLang 1.3x at 4096 and slower than the library at 2048.
+UNTUNED_FROM_M = {"cutedsl": 1024, "tilelang": 4096}
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class Resolver:
         if not current:
             return None
         label, entries = next(iter(current.items()))
-        best = winner(entries, specs, self.device)
+        best = winner(contenders(entries, specs, self.device))
+        assert best is not None
         spec = specs[best.key.kernel]
         config = space.config_from_dict(spec.Config, best.config)
         return _Choice("tuned", spec, config, label, best.measurement.median_us)
@@ -133,14 +135,15 @@ class Resolver:
         return None
 
     def _untuned(self, problem: Problem) -> _Choice:
-        """Without a measurement the library is the safe choice, but for large symmetric products on a GPU: there
-        TileLang's lower tiles alone halve the work, which outweighs an untuned tile size once the grid fills."""
-        if self.device.kind == "cuda" and ops()[problem.op].symmetric_output and problem.m >= SYMMETRIC_PAYS_FROM:
-            for spec in kernels(problem.op):
-                if spec.backend == "tilelang" and self._runs(spec, problem):
-                    config = spec.untuned(problem, self.device)
-                    if config is not None:
-                        return _Choice("heuristic", spec, config)
+        """Without a measurement the library is the safe choice, but for large symmetric products on a GPU, where lower
+        tiles alone halve the work."""
+        if self.device.kind == "cuda" and ops()[problem.op].symmetric_output:
+            specs = {spec.backend: spec for spec in kernels(problem.op) if self._runs(spec, problem)}
+            for backend, fewest_m in UNTUNED_FROM_M.items():
+                spec = specs.get(backend) if problem.m >= fewest_m else None
+                config = spec.untuned(problem, self.device) if spec else None
+                if spec and config is not None:
+                    return _Choice("heuristic", spec, config)
         return self._library(problem)
 
     def _library(self, problem: Problem) -> _Choice:
@@ -153,30 +156,6 @@ class Resolver:
     def _runs(self, spec: KernelSpec, problem: Problem) -> bool:
         backend = backends().get(spec.backend)
         return backend is not None and backend.unavailable(self.device) is None and spec.serves(problem, self.device)
-
-
-def library_kernel(op: str) -> str:
-    """Name of an op's vendor library kernel."""
-    return f"{op}.library"
-
-
-def winner(entries: list[CacheEntry], specs: Mapping[str, KernelSpec], device: DeviceFingerprint) -> CacheEntry:
-    """The fastest entry; in a tie the library, then an untuned configuration, less shared memory, lexical order."""
-    best_us = min(entry.measurement.median_us or math.inf for entry in entries)
-    tied = [entry for entry in entries if (entry.measurement.median_us or math.inf) <= best_us * TIE]
-
-    def order(entry: CacheEntry) -> tuple[bool, bool, float, str, str]:
-        spec = specs[entry.key.kernel]
-        untuned = spec.untuned(entry.key.problem, device)
-        return (
-            spec.name != library_kernel(spec.op),
-            untuned is None or entry.config != space.config_to_dict(untuned),
-            float(entry.measurement.resources.get("smem_bytes", math.inf)),
-            spec.name,
-            json.dumps(entry.config, sort_keys=True),
-        )
-
-    return min(tied, key=order)
 
 
 def _same_code(problem: Problem, other: Problem) -> bool:

@@ -19,7 +19,7 @@ from dmuon_tune.device import DeviceFingerprint, Toolchain
 from dmuon_tune.problem import Problem
 
 from . import CompiledKernel
-from .cutedsl import cubin_resources
+from .cubin import cubin_resources
 
 CPU_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-w")
 CPP_COMPILERS = ("g++", "clang++", "c++")
@@ -105,14 +105,19 @@ def _writable(folder: Path) -> bool:
 
 def _cuda_launch(kernel: Any) -> Callable[..., Any]:
     """TVM FFI's entry point itself: it takes torch tensors and floats and runs on torch's current stream."""
-    executable = kernel.adapter.get_exportable_executable()
-    launch: Callable[..., Any] = executable.jit().main
+    launch: Callable[..., Any] = _module(kernel)["main"]
     return launch
+
+
+def _module(kernel: Any) -> Any:
+    """The loaded module: a fresh compilation holds it in an executable, one from TileLang's disk cache holds it bare."""
+    held = kernel.adapter.get_exportable_executable()
+    return held.jit() if hasattr(type(held), "jit") else held
 
 
 def _cubin_resources(kernel: Any) -> dict[str, int]:
     """Registers and spills of a compiled kernel; empty where the CUDA module does not hand out its cubin."""
-    for module in kernel.adapter.get_exportable_executable().jit().imports:
+    for module in _module(kernel).imports:
         if module.kind == "cuda":
             try:
                 module.inspect_source("cubin")

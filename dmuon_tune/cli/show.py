@@ -79,14 +79,12 @@ def _winners(entries: list[tuple[str, Any]]) -> list[Winner]:
 
 def _winner(layer: str, candidates: list[Any]) -> Winner:
     from dmuon_tune.kernel_specs import kernels
-    from dmuon_tune.runtime.resolve import winner
+    from dmuon_tune.measure.winners import contenders, winner
 
     specs = {spec.name: spec for spec in kernels()}
     current = [entry for entry in candidates if staleness(entry) is None]
-    if current:
-        best = winner(current, specs, current[0].key.device)
-    else:
-        best = min(candidates, key=lambda entry: entry.measurement.median_us)
+    best = winner(contenders(current, specs, current[0].key.device)) if current else None
+    best = best or min(candidates, key=lambda entry: entry.measurement.median_us)
     library = [entry for entry in current or candidates if entry.key.toolchain.backend == "library"]
     library_us = min((entry.measurement.median_us for entry in library), default=None)
     return Winner(layer, best, library_us, staleness(best))

@@ -15,13 +15,13 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measure.winners import Contender, library_kernel, winner
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import config_json, config_to_dict
 from dmuon_tune.spec import KernelSpec
 
 from .sampler import Sampler
-from .winners import Contender, library_kernel, winner
 
 
 class KernelSearch:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dmuon_tune.backends import backends
-from dmuon_tune.backends.cutedsl import cubin_resources
+from dmuon_tune.backends.cubin import cubin_resources
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, ops
 from dmuon_tune.kernel_specs._cutedsl_space import SymmetricConfig, registers, smem_bytes, tile_count

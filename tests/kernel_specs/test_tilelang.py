@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,3 +266,28 @@ def test_a_launch_follows_the_current_stream_into_a_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(result.double(), op.reference(ran, x, 1.0), rtol=2e-3, atol=2e-3)
+
+
+CACHED = """
+from dmuon_tune import kernel_specs
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.measure.build import compile_kernel
+from dmuon_tune.problem import Problem
+device = DeviceFingerprint("H200", "sm_90", 132, 232448, 60 << 20, 140 << 30)
+spec, problem = kernel_specs.kernel("apply.tilelang"), Problem("apply", 1, 128, 128, 128)
+kernel = compile_kernel(spec, problem, spec.untuned(problem, device), device)
+assert callable(kernel.launch)
+print(kernel.resources["registers"], kernel.resources["smem_bytes"], kernel.resources["spill_bytes"])
+"""
+
+
+@pytest.mark.skipif(BACKEND.unavailable(H200) is not None, reason="needs nvcc")
+def test_a_kernel_from_the_disk_cache_is_as_good_as_a_fresh_one(tmp_path: Path) -> None:
+    environment = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    fresh, cached = (
+        subprocess.run([sys.executable, "-c", CACHED], env=environment, capture_output=True, text=True, check=False)
+        for _ in range(2)
+    )
+    assert fresh.returncode == 0, fresh.stderr
+    assert cached.returncode == 0, cached.stderr
+    assert fresh.stdout == cached.stdout != ""

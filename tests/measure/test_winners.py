@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from dmuon_tune.cache import CacheEntry, TuningKey
 from dmuon_tune.device import DeviceFingerprint, Toolchain
+from dmuon_tune.measure.winners import Contender, winner
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.search.winners import Contender, winner
 
 DEVICE = DeviceFingerprint("test", "cpu-x", 1, 0, 1, 0)
 PROBLEM = Problem("gram", 1, 8, 8, 8)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dmuon_tune.cache import CacheEntry
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.space import config_to_dict
+from dmuon_tune.spec import KernelSpec
 
 TIE = 1.02  # medians this close are a tie: run-to-run differences of one kernel are about as large
 
@@ -33,10 +36,21 @@ def library_kernel(op: str) -> str:
     return f"{op}.library"
 
 
-def winner(contenders: Iterable[Contender]) -> CacheEntry | None:
+def contenders(
+    entries: Iterable[CacheEntry], specs: Mapping[str, KernelSpec], device: DeviceFingerprint
+) -> list[Contender]:
+    """Kept entries as contenders; ``specs`` holds their kernels by name."""
+    found = []
+    for entry in entries:
+        untuned = specs[entry.key.kernel].untuned(entry.key.problem, device)
+        found.append(Contender(entry, untuned is not None and entry.config == config_to_dict(untuned)))
+    return found
+
+
+def winner(among: Iterable[Contender]) -> CacheEntry | None:
     """The smallest median; a tie goes to the library, an untuned configuration, less shared memory, the lexically
     first kernel and configuration. None without contenders."""
-    entrants = list(contenders)
+    entrants = list(among)
     if not entrants:
         return None
     limit = TIE * min(contender.median_us for contender in entrants)
