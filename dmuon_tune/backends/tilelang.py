@@ -110,7 +110,7 @@ def _cuda_launch(kernel: Any) -> Callable[..., Any]:
 
 
 def _module(kernel: Any) -> Any:
-    """The loaded module: a fresh compilation holds it in an executable, one from TileLang's disk cache holds it bare."""
+    """The loaded module: fresh from the compiler in an executable, from TileLang's disk cache bare."""
     held = kernel.adapter.get_exportable_executable()
     return held.jit() if hasattr(type(held), "jit") else held
 
