@@ -122,10 +122,12 @@ def test_editable_install_imports(checkout: Path, tmp_path: Path) -> None:
         check=True, timeout=120,
     )
     site = sysconfig.get_path("purelib", vars={"base": str(prefix), "platbase": str(prefix)})
+    # This environment may hold an editable install of its own: its finder has the same name and must not answer.
     code = (
         "import site, sys\n"
         "sys.meta_path[:] = [finder for finder in sys.meta_path if '__editable__' not in str(finder)]\n"
-        f"site.addsitedir({site!r})\n{IMPORT_ALL}"
+        "for name in [name for name in sys.modules if name.startswith('__editable__')]: del sys.modules[name]\n"
+        f"sys.path.insert(0, {site!r})\nsite.addsitedir({site!r})\n{IMPORT_ALL}"
     )
     assert last_line(python(code, tmp_path)) == str(checkout / "cache/__init__.py")
 
