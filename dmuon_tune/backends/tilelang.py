@@ -89,7 +89,8 @@ def _import_quietly() -> Any:
     logger = logging.getLogger("tilelang")
     logger.setLevel(logging.ERROR)
     for handler in logger.handlers:  # its cache lowers its own logger's level again
-        handler.setLevel(logging.ERROR)
+        if type(handler).__module__.startswith("tilelang"):  # another's handler may serve other loggers too
+            handler.setLevel(logging.ERROR)
     if not _writable(Path(tilelang.env.TILELANG_CACHE_DIR)):
         tilelang.disable_cache()
     return tilelang
