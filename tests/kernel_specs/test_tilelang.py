@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,8 +246,9 @@ def gpu_cases() -> Iterator[Any]:
 def test_cuda_agrees_with_float64(ran: Problem) -> None:
     device = fingerprint("cuda")
     spec = KERNELS[ran.op]
+    # One configuration beside the untuned one, another for each problem: a compilation takes up to 20 s.
     space = spec.legal_space(ran, device)
-    for config in {spec.untuned(ran, device), space[0], space[len(space) // 2], space[-1]}:
+    for config in {spec.untuned(ran, device), space[zlib.crc32(ran.canonical_json().encode()) % len(space)]}:
         check(ran, config, device)
 
 
