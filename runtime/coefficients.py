@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,6 @@ def coefficient_set(given: str | CoefficientSet | tuple[Triple, ...] | list[Trip
         triples = tuple((float(a), float(b), float(c)) for a, b, c in ([values] if single else values))
     except (TypeError, ValueError):
         triples = ()
-    if not triples:
-        raise UsageError(f"coefficients must be a name, an (a, b, c) or a sequence of them, not {given!r}")
+    if not triples or not all(math.isfinite(value) for triple in triples for value in triple):
+        raise UsageError(f"coefficients must be a name, an (a, b, c) or a sequence of them, all finite, not {given!r}")
     return CoefficientSet("given", triples, "given by the caller", repeats=single)

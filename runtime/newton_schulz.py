@@ -119,12 +119,17 @@ class GramNewtonSchulz:
         return polar
 
     def _normalize(self, matrices: Sequence[Tensor], out: Tensor, scale: float) -> None:
-        """out = scale · U / (norm_factor · ‖U‖_F + eps), norms in fp32, rounded once to the chain's dtype."""
+        """out = scale · U / (norm_factor · ‖U‖_F + eps), norms in float64, rounded once to the chain's dtype."""
         stacked = torch.stack(list(matrices))
-        if stacked.dtype != torch.float64:
+        if stacked.dtype == torch.float64:
+            # Squares of float64 overflow from 1e154 on. clamp_min keeps a zero matrix zero; NaN and inf pass through.
+            largest = stacked.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+            norms = largest * torch.linalg.vector_norm(stacked / largest, dim=(-2, -1), keepdim=True)
+        else:
             stacked = stacked.float()
-        norms = torch.linalg.vector_norm(stacked, dim=(-2, -1), keepdim=True)
-        out.copy_(stacked.mul_(scale / (norms * self.coefficients.norm_factor + self.eps)))
+            norms = torch.linalg.vector_norm(stacked, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+        factors = scale / (norms * self.coefficients.norm_factor + self.eps)
+        out.copy_(stacked.mul_(factors.to(stacked.dtype)))
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous view of this shape of a buffer that all groups share; it grows to the largest of them."""

@@ -177,6 +177,15 @@ def test_zero_gives_zero_and_non_finite_stays_in_its_matrix() -> None:
     assert got[1].isnan().any() and got[2].isnan().any() and got[3].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [(torch.float32, 110), (torch.bfloat16, 110), (torch.float64, 900), (torch.float16, 12)]
+)
+def test_the_scale_of_large_input_does_not_matter(dtype: torch.dtype, exponent: int) -> None:
+    x = gaussian(2, 6, 10).to(dtype)
+    run = GramNewtonSchulz(dtype="float32", eps=1e-30)
+    torch.testing.assert_close(run(x * 2.0**exponent), run(x))
+
+
 def test_empty_batch() -> None:
     assert GramNewtonSchulz()(torch.empty(0, 3, 4)).shape == (0, 3, 4)
 
@@ -187,6 +196,7 @@ def test_empty_batch() -> None:
         ({"coefficients": "polar"}, "polar-express-1.05"),
         ({"coefficients": "you", "steps": 6}, "5 steps"),
         ({"coefficients": ((1.0, 2.0),)}, "(a, b, c)"),
+        ({"coefficients": (float("nan"), 1.0, 1.0)}, "finite"),
         ({"steps": 0}, "at least 1"),
         ({"restarts": (0,)}, "restarts"),
         ({"dtype": "float8"}, "float8"),
