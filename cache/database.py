@@ -179,7 +179,7 @@ def _translate(error: Any, where: str) -> CacheError:
             f"wait for it or raise {BUSY_TIMEOUT_VARIABLE}"
         )
     if code == sqlite3.SQLITE_NOTADB:
-        return CorruptCacheError(f"{where} is not an SQLite file; delete it or name another cache")
+        return CorruptCacheError(f"{where} is not an SQLite file, so not a cache; name another file or move it away")
     if code == sqlite3.SQLITE_CORRUPT:
         return CorruptCacheError(f"cache {where} is truncated or damaged ({reason}); delete it and tune again")
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):

@@ -17,7 +17,7 @@ CREATION_LOCK = 0x646D756F6E  # "dmuon": serializes processes that create the sc
 
 
 class CorruptCacheError(CacheError):
-    """The file is not a usable cache whoever reads it: not SQLite, truncated, damaged, or some other database."""
+    """The file is not a usable cache whoever reads it: not SQLite, truncated or damaged."""
 
 
 def prepare(
@@ -54,11 +54,16 @@ def require_current(connection: Connection, where: str, version: int = SCHEMA_VE
 
 
 def found_version(connection: Connection, where: str) -> int | None:
-    """The schema's version, None for an empty database; CorruptCacheError where the database is not a cache."""
+    """The schema's version, None for an empty database; CorruptCacheError for a damaged cache, CacheError for another
+    program's database, which nobody may move."""
     tables = inspect(connection).get_table_names()
     if MetaRow.__tablename__ not in tables:
-        if tables and connection.dialect.name == "sqlite":
-            raise CorruptCacheError(f"{where} is some other program's database, not a cache; name another file")
+        if connection.dialect.name != "sqlite":
+            return None
+        if not Base.metadata.tables.keys().isdisjoint(tables):
+            raise CorruptCacheError(f"cache {where} has no table {MetaRow.__tablename__}; delete it and tune again")
+        if tables or inspect(connection).get_view_names():
+            raise CacheError(f"{where} is some other program's database, not a cache; name another file")
         return None
     value = connection.scalar(select(MetaRow.value).where(MetaRow.name == VERSION_NAME))
     if value is None or not value.isdecimal():

@@ -98,9 +98,11 @@ class Store:
 
     @classmethod
     def open_user(cls, path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> Store:
-        """Open the user's cache for tuning; a corrupt file is set aside with one warning and an empty one begun.
+        """Open the cache to tune into: ``path``, or the user's cache.
 
-        A newer schema, a lock or an unwritable folder is a CacheError: nothing is lost or moved then.
+        The user's cache (:func:`user_cache_path`) is set aside where it is corrupt, with one warning, and an empty one
+        begun. Any other corrupt file, another program's database, a newer schema, a lock or an unwritable folder is a
+        CacheError: nothing is lost or moved then.
         """
         location = locate(path if path is not None else user_cache_path(environ))
         if not isinstance(location, Path):
@@ -112,6 +114,8 @@ class Store:
                 store._check_pages()
                 return store
             except CorruptCacheError as error:
+                if location != user_cache_path(environ):
+                    raise
                 aside = _set_aside(location)
                 logger.warning("%s; set aside as %s, starting an empty cache", str(error).split(";")[0], aside.name)
             return cls.open(location)
@@ -123,7 +127,7 @@ class Store:
             if verdict != "ok":
                 raise CorruptCacheError(f"cache {self.where} is damaged; delete it and tune again")
         except CorruptCacheError:
-            self._engine.dispose()
+            self.close()
             raise
 
     def close(self) -> None:

@@ -67,7 +67,21 @@ def no_version(path: Path) -> None:
     set_version(path, "one")
 
 
-CORRUPTIONS = [not_sqlite, short_header, truncated, other_database, no_version]
+def no_meta_table(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE dmuon_meta")
+    connection.close()
+
+
+def other_views(path: Path) -> None:
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE VIEW today AS SELECT date()")
+    connection.close()
+
+
+CORRUPTIONS = [not_sqlite, short_header, truncated, no_version, no_meta_table]
+OTHERS = [other_database, other_views]
 
 
 def assert_one_useful_line(error: CacheError, path: Path) -> None:
@@ -77,7 +91,7 @@ def assert_one_useful_line(error: CacheError, path: Path) -> None:
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize("corrupt", CORRUPTIONS)
+@pytest.mark.parametrize("corrupt", CORRUPTIONS + OTHERS)
 def test_a_corrupt_file_is_refused_and_left_alone(
     tmp_path: Path, key: TuningKey, ok: Ok, corrupt: Callable[[Path], None], read_only: bool
 ) -> None:
@@ -98,10 +112,11 @@ def test_the_users_corrupt_file_is_set_aside(
     corrupt: Callable[[Path], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    environ = {"DMUON_TUNE_CACHE_DIR": str(tmp_path)}
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
     corrupt(path)
     damaged = path.read_bytes()
-    with Store.open_user(path) as store:
+    with Store.open_user(environ=environ) as store:
         assert store.entries() == []
         store.record(key, {"block": 1}, ok(2.0), {})
     (warning,) = caplog.messages
@@ -109,9 +124,31 @@ def test_the_users_corrupt_file_is_set_aside(
     (aside,) = tmp_path.glob("cache.sqlite.corrupt-*")
     assert aside.read_bytes() == damaged and aside.name in warning
     caplog.clear()
-    with Store.open_user(path) as store:
+    with Store.open_user(environ=environ) as store:
         assert len(store.entries()) == 1
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "environ"),
+    [(corrupt, {}) for corrupt in CORRUPTIONS + OTHERS] + [(other, {"DMUON_TUNE_CACHE_DIR": "."}) for other in OTHERS],
+)
+def test_a_named_file_and_another_programs_database_are_never_moved(
+    tmp_path: Path,
+    key: TuningKey,
+    ok: Ok,
+    corrupt: Callable[[Path], None],
+    environ: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    corrupt(path)
+    before = path.read_bytes()
+    with pytest.raises(CacheError) as caught:
+        Store.open_user(None if environ else path, environ)
+    assert_one_useful_line(caught.value, path)
+    assert os.listdir(tmp_path) == ["cache.sqlite"] and path.read_bytes() == before
 
 
 def test_damage_inside_the_file_is_found_before_tuning(
@@ -123,7 +160,10 @@ def test_damage_inside_the_file_is_found_before_tuning(
         with pytest.raises(CacheError, match="truncated or damaged") as caught:
             store.all_trials()
         assert_one_useful_line(caught.value, path)
-    with Store.open_user(path) as store:
+    with pytest.raises(CacheError, match="damaged"):
+        Store.open_user(path)
+    assert os.listdir(tmp_path) == ["cache.sqlite"]
+    with Store.open_user(environ={"DMUON_TUNE_CACHE_DIR": str(tmp_path)}) as store:
         assert store.all_trials() == []
     assert len(list(tmp_path.glob("*.corrupt-*"))) == 1
 

@@ -37,7 +37,7 @@ print("ready", flush=True)
 for number in range(8):
     while not (folder / f"go{number}").exists():
         time.sleep(0.001)
-    with Store.open_user(folder / f"{number}.sqlite") as store:
+    with Store.open_user(environ={"DMUON_TUNE_CACHE_DIR": str(folder / f"{number}")}) as store:
         for block in range(5):
             store.record(key, {"by": name, "block": block}, Measurement.from_samples([2.0 + block], 0.0, {}), {})
         store.record(key, {"by": "both"}, Measurement.from_samples([1.0], 0.0, {}), {})
@@ -100,7 +100,8 @@ def test_processes_may_create_and_record_at_once(
 ) -> None:
     if begins_corrupt:
         for number in range(8):
-            (tmp_path / f"{number}.sqlite").write_text("not a cache" * 1000)
+            (tmp_path / f"{number}").mkdir()
+            (tmp_path / f"{number}" / "cache.sqlite").write_text("not a cache" * 1000)
     processes = [spawn(CREATE_AND_RECORD, json.dumps(key.to_dict()), tmp_path, name) for name in "abc"]
     assert [process.stdout.readline() for process in processes] == ["ready\n"] * 3
     for number in range(8):
@@ -109,12 +110,12 @@ def test_processes_may_create_and_record_at_once(
             process.stderr.read() for process in processes if process.poll()
         ]
     for number in range(8):
-        with Store.open(tmp_path / f"{number}.sqlite", read_only=True) as store:
+        with Store.open(tmp_path / f"{number}" / "cache.sqlite", read_only=True) as store:
             configs = [(trial.config["by"], trial.config.get("block")) for trial in store.trials(key)]
             entry = store.best(key)
         assert len(configs) == 16 and {by for by, _ in configs} == {"a", "b", "c", "both"}
         assert entry is not None and entry.config == {"by": "both"}
-    assert len(list(tmp_path.glob("*.corrupt-*"))) == (8 if begins_corrupt else 0)
+    assert len(list(tmp_path.glob("*/*.corrupt-*"))) == (8 if begins_corrupt else 0)
     assert [process.wait(10) for process in processes] == [0, 0, 0]
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -149,6 +150,20 @@ def test_a_corrupt_user_cache_is_set_aside_with_one_line(run: Run, own_cache: Pa
     assert result.code == 0 and result.json["measured"] > 0
     assert result.err.count("warning: ") == 1 and "set aside" in result.err
     assert len(list(own_cache.parent.glob("*.corrupt-*"))) == 1
+
+
+@pytest.mark.parametrize("content", ["text", "database"])
+def test_a_named_file_that_is_no_cache_is_refused_and_left_alone(run: Run, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "thesis"
+    if content == "text":
+        path.write_text("Chapter 1. " * 500)
+    else:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    before = path.read_bytes()
+    result = tune(run, "--cache", str(path))
+    assert (result.code, result.out) == (4, "") and result.err.count("\n") == 1 and str(path) in result.err
+    assert os.listdir(tmp_path) == ["thesis"] and path.read_bytes() == before
 
 
 def test_doctor_says_what_runs_and_what_to_install(run: Run, own_cache: Path) -> None:
