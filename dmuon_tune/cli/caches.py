@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dmuon_tune.errors import CacheError
 
 from . import options
-from .output import print_json, table, warn
+from .output import print_json, say, table, warn
 
 if TYPE_CHECKING:
     from dmuon_tune.cache import Store
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             print_json({"layers": layers})
         else:
             rows = [[layer["label"], layer["state"], layer["entries"], layer["path"]] for layer in layers]
-            print(table(["layer", "state", "entries", "path"], rows))
+            say(table(["layer", "state", "entries", "path"], rows))
     else:
         _print_contents(layers, args.format)
     return exit_code(layers)
@@ -102,7 +102,7 @@ def _print_contents(layers: list[dict[str, Any]], output: str) -> None:
         [cache.label, len(entries), len(recipes), sum(counts.values()), statuses_text(counts), cache.path]
         for cache, entries, counts, recipes in found
     ]
-    print(table(["layer", "entries", "recipes", "trials", "statuses", "path"], rows))
+    say(table(["layer", "entries", "recipes", "trials", "statuses", "path"], rows))
 
 
 def statuses_text(counts: dict[str, int]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 from dmuon_tune import __version__
 
 from . import options
-from .output import print_json, table
+from .output import print_json, say, table
 
 COMPILERS = ("g++", "c++", "clang++", "nvcc", "ptxas")
 
@@ -76,7 +76,7 @@ def _writable(path: Path) -> bool:
 
 def _print(findings: dict[str, Any]) -> None:
     device = findings["device"]
-    print(table(["item", "value"], [
+    say(table(["item", "value"], [
         ["dmuon-tune", findings["dmuon_tune"]],
         ["python", findings["python"]],
         ["torch", findings["torch"]],
@@ -87,13 +87,13 @@ def _print(findings: dict[str, Any]) -> None:
         ["smem_per_block_bytes", str(device["smem_per_block_bytes"])],
         *([name, where or "not found"] for name, where in findings["compilers"].items()),
     ]))
-    print()
-    print(table(["backend", "state", "detail"], [
+    say()
+    say(table(["backend", "state", "detail"], [
         [backend["name"], "ok" if backend["available"] else "unavailable", backend["toolchain"] or backend["reason"]]
         for backend in findings["backends"]
     ]))
-    print()
-    print(table(["cache", "state", "entries", "writable", "path"], [
+    say()
+    say(table(["cache", "state", "entries", "writable", "path"], [
         [cache["label"], cache["state"], cache["entries"], "yes" if cache["writable"] else "no", cache["path"]]
         for cache in findings["caches"]
     ]))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dmuon_tune.errors import MissingEntryError
 
 from . import caches, options, workload
-from .output import config_text, microseconds, print_json, table
+from .output import config_text, microseconds, print_json, say, table
 
 if TYPE_CHECKING:
     from dmuon_tune.backends import CompiledKernel
@@ -122,7 +122,7 @@ def _row(
 
 
 def _print(resolved: Plan, candidates: list[dict[str, Any]]) -> None:
-    print(table(
+    say(table(
         ["group", "form", "problem", "count", "origin", "layer", "kernel", "config", "median_us"],
         [
             [
@@ -132,8 +132,8 @@ def _print(resolved: Plan, candidates: list[dict[str, Any]]) -> None:
             for row in resolved.rows()
         ],
     ))
-    print()
-    print(table(
+    say()
+    say(table(
         ["candidate_for", "kernel", "layer", "config", "median_us", "verdict"],
         [
             [

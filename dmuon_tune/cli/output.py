@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from dmuon_tune.errors import DmuonTuneError
+
+
+class OutputError(DmuonTuneError):
+    """Stdout takes no more, such as on a full disk. Exit code 1."""
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -46,12 +54,57 @@ def config_text(config: dict[str, Any]) -> str:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
+    say(json.dumps(value, indent=2, default=str))
+
+
+def say(text: str = "") -> None:
+    """Results: stdout; OutputError where it cannot be written."""
+    with _stdout_errors():
+        print(text)
+
+
+def flush() -> None:
+    """Write what is buffered now, while a failure can still be said."""
+    with _stdout_errors():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _stdout_errors() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_stdout()
+        raise OutputError(
+            f"cannot write the results: {error.strerror}; free some space or send stdout to another place"
+        ) from error
+
+
+def drop_stdout() -> None:
+    """What is still buffered goes nowhere: Python flushes at exit once more and would print a second complaint."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_missing_streams() -> None:
+    """A stream that the caller closed (``>&-``) becomes the null device, for worker processes too.
+
+    Else the next file to be opened, such as the cache, would get the stream's descriptor and what is printed to it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free descriptor: this one
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
 def note(text: str) -> None:
-    """Information for a person: stderr, one line."""
-    print(f"dmuon-tune: {text}", file=sys.stderr)
+    """Information for a person: stderr, one line; where stderr is full, nobody can be told."""
+    with suppress(OSError):
+        print(f"dmuon-tune: {text}", file=sys.stderr)
 
 
 def warn(text: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dmuon_tune import __version__
 from dmuon_tune.errors import UsageError
 
 from . import caches, doctor, explain, shapes, show, tune
+from .output import say
 
 EPILOG = """exit codes: 0 ok, 1 failure, 2 usage, 3 a required entry is missing,
 4 cache corrupt, incompatible or locked, 5 no legal configuration, 130 interrupted"""
@@ -19,6 +20,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        say(message.removesuffix("\n"))  # argparse's own swallows a failure to write
 
 
 def build() -> Parser:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from . import options, workload
-from .output import note, print_json, table
+from .output import note, print_json, say, table
 
 
 def register(commands: Any) -> None:
@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
         f"{found.label}: {len(selection.shapes())} matrices in {len(selection.counts())} shapes, "
         f"{len(selection.left_out)} parameters left out"
     )
-    print(table(["rows", "cols", "count", "parameters"], _matrix_rows(found)))
+    say(table(["rows", "cols", "count", "parameters"], _matrix_rows(found)))
     if selection.left_out:
-        print()
-        print(table(["left_out", "count", "shape", "parameters"], _left_out_rows(found)))
+        say()
+        say(table(["left_out", "count", "shape", "parameters"], _left_out_rows(found)))
     return 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import caches, options
-from .output import config_text, microseconds, print_json, ratio, table, warn
+from .output import config_text, microseconds, print_json, ratio, say, table, warn
 from .reasons import staleness
 
 
@@ -105,10 +105,10 @@ def _print(winners: list[Winner], recipes: list[tuple[str | None, Any]], all_dev
         ]
         for found in winners
     ]
-    print(table([*headers, *(["device"] if all_devices else [])], rows))
+    say(table([*headers, *(["device"] if all_devices else [])], rows))
     if recipes:
-        print()
-        print(recipe_table(recipes))
+        say()
+        say(recipe_table(recipes))
 
 
 def _print_failures(layers: list[dict[str, Any]], device: Any, output: str) -> None:
@@ -135,7 +135,7 @@ def _print_failures(layers: list[dict[str, Any]], device: Any, output: str) -> N
         ]
         for layer, key, trial in failures
     ]
-    print(table(["problem", "kernel", "config", "layer", "status", "reason"], rows))
+    say(table(["problem", "kernel", "config", "layer", "status", "reason"], rows))
 
 
 def _reason(log: str) -> str | None:

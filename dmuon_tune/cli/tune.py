@@ -10,7 +10,7 @@ from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, NoLegalConfigError, UsageEr
 
 from . import options, workload
 from .caches import entry_fields, statuses_text
-from .output import config_text, microseconds, note, print_json, ratio, table, warn
+from .output import config_text, microseconds, note, print_json, ratio, say, table, warn
 from .show import recipe_table
 
 if TYPE_CHECKING:
@@ -109,10 +109,10 @@ def _print(report: TuneReport) -> None:
             config_text(winner.config) if winner else None, microseconds(median_us), microseconds(library_us),
             ratio(library_us, median_us), statuses_text(problem.statuses),
         ])
-    print(table(["problem", "kernel", "config", "median_us", "library_us", "speedup", "trials"], rows))
+    say(table(["problem", "kernel", "config", "median_us", "library_us", "speedup", "trials"], rows))
     if report.recipes:
-        print()
-        print(recipe_table([(None, recipe) for recipe in report.recipes]))
+        say()
+        say(recipe_table([(None, recipe) for recipe in report.recipes]))
 
 
 def _json(report: TuneReport, work: workload.Workload, where: str) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _dry_run(args: argparse.Namespace, work: workload.Workload) -> int:
         print_json({"model": work.label, "device": device.to_dict(), "dry_run": True, "spaces": rows})
     else:
         cells = [[row["label"], row["kernel"], row["legal"], row["refusal"]] for row in rows]
-        print(table(["problem", "kernel", "legal_configs", "refusal"], cells))
+        say(table(["problem", "kernel", "legal_configs", "refusal"], cells))
     legal = {row["label"] for row in rows if row["legal"]}
     none = [problem for problem in problems if problem.label() not in legal]
     if none:

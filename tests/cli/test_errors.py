@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -105,3 +106,48 @@ def test_a_closed_pipe_is_quiet() -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def in_shell(command: str) -> subprocess.CompletedProcess[str]:
+    """``$TUNE`` in the command is the command line; ``>&-`` and the like are the shell's."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TUNE": f"{sys.executable} -m dmuon_tune"}
+    return subprocess.run(
+        ["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "show --device cpu", "shapes --preset tiny", "doctor --device cpu", "cache list --layers", "--version",
+        "explain --shapes 2x8x24 --device cpu",
+    ],
+)
+def test_a_closed_stdout_or_stderr_is_no_failure(command: str) -> None:
+    closed = in_shell(f"$TUNE {command} >&-")
+    assert closed.returncode == 0 and "error" not in closed.stderr
+    silent = in_shell(f"$TUNE {command} 2>&-")
+    assert silent.returncode == 0 and silent.stdout and "dmuon-tune: " not in silent.stdout
+
+
+def test_tuning_with_every_stream_closed_writes_nothing_into_the_cache_but_results(own_cache: Path) -> None:
+    tune = "$TUNE tune --shapes 2x8x24 --device cpu --backends library --trials 1"
+    assert in_shell(f"{tune} <&- >&- 2>&-").returncode == 0
+    again = in_shell(f"{tune} --format json 2>&-")
+    assert again.returncode == 0 and json.loads(again.stdout)["reused"] > 0
+
+
+@pytest.mark.parametrize("command", ["shapes --preset tiny", "shapes --preset gpt2 --format json", "--help"])
+def test_a_full_stdout_is_one_line_that_says_what_to_do(command: str) -> None:
+    done = in_shell(f"$TUNE {command} >/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "dmuon-tune: error: cannot write the results: No space left on device; "
+        "free some space or send stdout to another place"
+    )
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_full_stderr_changes_nothing() -> None:
+    done = in_shell("$TUNE shapes --preset tiny 2>/dev/full")
+    assert done.returncode == 0 and "192" in done.stdout
