@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.problem import Problem
 from dmuon_tune.spec import OpSpec
 
+from .contention import Contention
 from .verify import in_launch_order, random_scalars
 
 WINDOWS = 15
@@ -26,6 +28,10 @@ GPU_MAX_LAUNCHES = 1024
 CPU_WINDOW_US = 2_000.0
 CPU_TOTAL_US = 500_000.0
 CPU_MIN_WINDOWS = 3
+CPU_ESTIMATE_US = 100_000.0
+CPU_ESTIMATE_CALLS = 50
+CPU_SHORTER = 8
+CPU_EXTRA_S = 0.4  # at each length of window, for windows in place of those that other processes disturbed
 CPU_MAX_LAUNCHES = 1024
 CPU_BUFFER_BYTES = 256 * 2**20  # last-level caches of shared servers reach 500 MB: copying 3× that is not worth it
 MEMORY_SHARE = 0.5  # of the GPU's free memory for rotating buffers
@@ -33,11 +39,15 @@ MEMORY_SHARE = 0.5  # of the GPU's free memory for rotating buffers
 
 @dataclass(frozen=True)
 class Timing:
-    """``samples_us``: microseconds a call, one for each window of ``launches`` calls over ``sets`` sets of buffers."""
+    """``samples_us``: microseconds a call, one for each window of ``launches`` calls over ``sets`` sets of buffers.
+
+    ``contended``: other processes disturbed nearly every window, and these are the fastest.
+    """
 
     samples_us: list[float]
     launches: int
     sets: int
+    contended: bool = False
 
 
 def time_launch(
@@ -77,19 +87,51 @@ def _windows(window_us: float, total_us: float, fewest: int) -> int:
 
 
 def _time_cpu(launch: Callable[..., Any], first: list[Any], fingerprint: DeviceFingerprint) -> Timing:
-    def window(sets: list[list[Any]], launches: int) -> float:
+    def window(arguments: Iterator[list[Any]], launches: int) -> float:
         begin = time.perf_counter_ns()
-        for index in range(launches):
-            launch(*sets[index % len(sets)])
+        for _ in range(launches):
+            launch(*next(arguments))
         return (time.perf_counter_ns() - begin) / 1000 / launches
 
-    estimate_us = max(window([first], 1), 0.1)
-    for _ in range(3 if estimate_us < CPU_TOTAL_US / 10 else 1):  # the first call warms up; one may be preempted
-        estimate_us = min(estimate_us, max(window([first], 1), 0.1))
+    window(iter([first]), 1)  # warms up
+    calls_us = [window(iter([first]), 1)]
+    while sum(calls_us) < CPU_ESTIMATE_US and len(calls_us) < CPU_ESTIMATE_CALLS:  # most may be disturbed, hardly all
+        calls_us.append(window(iter([first]), 1))
+    estimate_us = max(min(calls_us), 0.1)
     launches = max(1, min(math.ceil(CPU_WINDOW_US / estimate_us), CPU_MAX_LAUNCHES))
     sets = _rotating_sets(first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, CPU_BUFFER_BYTES, launches)
+    rotating = cycle(sets)
     count = _windows(estimate_us * launches, CPU_TOTAL_US, CPU_MIN_WINDOWS)
-    return Timing([window(sets, launches) for _ in range(count)], launches, len(sets))
+    limit_s = count * estimate_us * launches / 1e6 + CPU_EXTRA_S
+    samples_us, contended = _clean_windows(lambda: window(rotating, launches), count, limit_s)
+    shorter = launches // CPU_SHORTER
+    if contended and shorter:  # short enough to fit between two disturbances
+        launches = shorter
+        samples_us, contended = _clean_windows(lambda: window(rotating, shorter), count, CPU_EXTRA_S)
+    return Timing(samples_us, launches, len(sets), contended)
+
+
+def _clean_windows(window: Callable[[], float], count: int, limit_s: float) -> tuple[list[float], bool]:
+    """(times of up to ``count`` windows that no other process disturbed, False), or the fastest windows' and True.
+
+    In place of disturbed windows others are run while ``limit_s`` seconds last; CPU_MIN_WINDOWS clean ones are enough
+    then. OpenMP threads wait for each other, so one that lost its processor stops them all.
+    """
+    contention = Contention()
+    clean: list[float] = []
+    disturbed: list[float] = []
+    begin, last_s = time.perf_counter(), 0.0
+    while len(clean) < count:
+        window_begin = time.perf_counter()
+        done = len(clean) + len(disturbed)
+        if done >= CPU_MIN_WINDOWS and window_begin + last_s > begin + limit_s:
+            break
+        sample_us = window()
+        (clean if contention.clean() else disturbed).append(sample_us)
+        last_s = time.perf_counter() - window_begin
+    if len(clean) >= CPU_MIN_WINDOWS:
+        return clean, False
+    return sorted(clean + disturbed)[:CPU_MIN_WINDOWS], True
 
 
 def _time_cuda(

@@ -105,6 +105,8 @@ def _launch_and_time(
         else:
             timing = time_launch(compiled.launch, op, job.problem, job.device, device, job.seed)
             resources = {**resources, "launches_per_window": timing.launches, "rotating_sets": timing.sets}
+            if timing.contended:
+                resources["contended"] = True
             measurement = Measurement.from_samples(timing.samples_us, verdict.max_rel_err or 0.0, resources)
     except (Exception, SystemExit):
         return Measurement("launch_error", resources=resources, log=_traceback())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from dmuon_tune.measure import timing, verify
 from dmuon_tune.problem import Problem
 
 GRAM = ops()["gram"]
+HOG = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -32,6 +37,40 @@ def test_cpu_windows_rotate_buffers_and_slow_launches_get_fewer() -> None:
     slow = timing.time_launch(lambda *_: time.sleep(0.2), GRAM, problem, "cpu", fingerprint("cpu"), 0)
     assert (slow.launches, slow.sets, len(slow.samples_us)) == (1, 1, timing.CPU_MIN_WINDOWS)
     assert all(sample >= 200_000 for sample in slow.samples_us)
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """Another process on every processor."""
+    cores = os.sched_getaffinity(0)
+    hogs = [subprocess.Popen([sys.executable, "-c", HOG, str(core)]) for core in cores]
+    time.sleep(0.3)
+    yield
+    os.sched_setaffinity(0, cores)
+    for hog in hogs:
+        hog.kill()
+        hog.wait()
+
+
+def test_a_busy_machine_does_not_slow_short_launches(busy_machine: None) -> None:
+    problem = Problem("gram", 8, 64, 64, 64, "float32", "float32")
+    timed = timing.time_launch(_bmm, GRAM, problem, "cpu", fingerprint("cpu"), 0)
+    assert max(timed.samples_us) < 2_000  # a thread waits for its processor for some 8,000
+    assert timed.launches > 1 and len(timed.samples_us) >= timing.CPU_MIN_WINDOWS
+
+
+def test_what_a_busy_machine_always_disturbs_is_said(busy_machine: None) -> None:
+    def launch(*_: object) -> None:
+        end = time.perf_counter() + 0.1
+        while time.perf_counter() < end:
+            pass
+
+    problem = Problem("gram", 1, 64, 64, 64, "float32", "float32")
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    begin = time.perf_counter()
+    timed = timing.time_launch(launch, GRAM, problem, "cpu", fingerprint("cpu"), 0)
+    assert timed.contended and len(timed.samples_us) == timing.CPU_MIN_WINDOWS
+    assert time.perf_counter() - begin < 3
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
