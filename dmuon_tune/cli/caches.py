@@ -96,7 +96,7 @@ def _print_contents(layers: list[dict[str, Any]], output: str) -> None:
             for cache, entries, counts, recipes in found
         ]})
         return
-    if not found:
+    if not found and not exit_code(layers):
         warn("no cache yet; 'dmuon-tune tune --preset tiny' makes one")
     rows = [
         [cache.label, len(entries), len(recipes), sum(counts.values()), statuses_text(counts), cache.path]

@@ -39,14 +39,17 @@ def run(args: argparse.Namespace) -> int:
     from dmuon_tune.cache import Layers
     from dmuon_tune.measure.build import compile_kernel
     from dmuon_tune.runtime import plan
+    from dmuon_tune.runtime.plan import ON_MISS_VARIABLE
 
     environ = dict(os.environ)
+    policy = environ.get(ON_MISS_VARIABLE) or "heuristic"
     if args.cache:  # the named file first; the layers below it as in training
         caches.described(args.cache)  # said plainly where it cannot be read
         environ["DMUON_TUNE_CACHE_PATH"] = os.path.abspath(args.cache)
     with Layers.open(environ) as layers:
         build = compile_kernel if args.compile else _not_compiled
-        resolved = plan(work.groups, args.device, args.dtype, layers, on_miss="heuristic", build=build)
+        on_miss = "heuristic" if policy in ("tune", "error") else policy  # the tables first; explaining tunes nothing
+        resolved = plan(work.groups, args.device, args.dtype, layers, on_miss=on_miss, build=build)
         described = layers.descriptions()
     chosen = {row["problem"]: row for row in resolved.rows()}
     with caches.opened(described) as found:
@@ -58,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         })
     else:
         _print(resolved, candidates)
-    if resolved.missing and args.require:
+    if code := caches.exit_code(described):
+        return code
+    if resolved.missing and (args.require or policy == "error"):
         raise MissingEntryError(f"{len(resolved.missing)} products have no tuned entry; run: {resolved.command}")
     return 0
 

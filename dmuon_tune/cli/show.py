@@ -62,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
             "recipes": [{**recipe.to_dict(), "layer": label} for label, recipe in recipes],
         })
     else:
+        if not winners and not caches.exit_code(layers):  # else nobody knows what is tuned
+            where = "on any device" if args.all_devices else "for this device"
+            warn(f"nothing is tuned {where}; run 'dmuon-tune tune' with --preset, --model or --shapes")
         _print(winners, recipes, args.all_devices)
     return caches.exit_code(layers)
 
@@ -91,9 +94,6 @@ def _winner(layer: str, candidates: list[Any]) -> Winner:
 
 
 def _print(winners: list[Winner], recipes: list[tuple[str | None, Any]], all_devices: bool) -> None:
-    if not winners:
-        where = "on any device" if all_devices else "for this device"
-        warn(f"nothing is tuned {where}; run 'dmuon-tune tune' with --preset, --model or --shapes")
     headers = ["problem", "kernel", "config", "median_us", "library_us", "speedup", "layer", "state"]
     rows = [
         [

@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED_EXIT_CODE
     for name, reason in report.unavailable.items():
         warn(f"backend {name} is left out: {reason}")
+    for name, reason in _unserved(report, args.backends or ()):
+        warn(f"backend {name} serves none of these problems: {reason}")
     if args.format == "json":
         print_json(_json(report, work, where))
     else:
@@ -79,19 +81,43 @@ def _check_backends(names: Iterable[str] | None) -> None:
         raise UsageError(f"unknown backend {unknown[0]!r}; choose among {', '.join(sorted(backends()))}")
 
 
+def _unserved(report: TuneReport, names: Iterable[str]) -> list[tuple[str, str]]:
+    """(Backend, its first reason) of the named backends that run here but have no legal configuration for a problem."""
+    from dmuon_tune.kernel_specs import kernels
+
+    found = []
+    for name in names:
+        pairs = [
+            (spec, problem.problem)
+            for problem in report.problems for spec in kernels(problem.problem.op) if spec.backend == name
+        ]
+        if name in report.unavailable or any(spec.legal_space(problem, report.device) for spec, problem in pairs):
+            continue
+        refusals = (spec.refusal(problem, report.device) for spec, problem in pairs)
+        reason = "every configuration exceeds a limit" if pairs else "it has no kernel of their ops"
+        found.append((name, next(filter(None, refusals), reason)))
+    return found
+
+
 def _conclude(report: TuneReport, where: str) -> int:
-    if report.measured == 0:
-        note(f"nothing to tune: {report.reused} results are in the cache {where}")
-    else:
+    if report.measured:
         note(f"{report.measured} results measured, {report.reused} reused; kept in {where}")
+    elif report.complete:
+        note(f"nothing to tune: {report.reused} results are in the cache {where}")
     if not report.complete:
-        note("the budget ended before every problem had its trials; run the same command again to go on")
+        before = "every problem had its trials" if report.measured else "anything was measured"
+        note(f"the budget ended before {before}; run the same command again to go on, or with a larger --budget")
     failures = sum(count for problem in report.problems for name, count in problem.statuses.items() if name != "ok")
     if failures:
         note(f"{failures} configurations failed; 'dmuon-tune show --failures' says why")
     failed = [problem for problem in report.problems if problem.winner is None]
+    untried = [] if report.complete else [problem for problem in failed if not any(problem.statuses.values())]
     for problem in failed:
-        warn(f"{problem.problem.label()}: no configuration works ({statuses_text(problem.statuses) or 'none tried'})")
+        if problem not in untried:
+            tried = statuses_text(problem.statuses) or "none tried"
+            warn(f"{problem.problem.label()}: no configuration works ({tried})")
+    if untried:
+        note(f"{len(untried)} of {len(report.problems)} problems have no result yet")
     return 1 if failed and report.complete else 0
 
 

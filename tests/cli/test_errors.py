@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dmuon_tune
+from dmuon_tune.cache import Store
+from dmuon_tune.cache.layers import _warn_once
 
 from .conftest import Run
 
@@ -77,6 +83,62 @@ def test_corrupt_cache_is_reported_and_left_alone(run: Run, own_cache: Path) -> 
     assert {row["label"]: row["state"] for row in result.json["layers"]}["user"] == "unreadable"
     assert run("show", "--device", "cpu").code == 4
     assert own_cache.read_bytes() == before
+
+
+def corrupt(path: Path) -> None:
+    path.write_text("this is no database, but long enough to look like one" * 50)
+
+
+def newer(path: Path) -> None:
+    Store.open(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE dmuon_meta SET value = '99'")
+
+
+def locked(path: Path) -> sqlite3.Connection:
+    Store.open(path).close()
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    return holder
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("spoil", [corrupt, newer, locked])
+def test_an_unreadable_cache_is_said_once_without_advice_to_tune(
+    run: Run, own_cache: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], Any], named: bool
+) -> None:
+    monkeypatch.setenv("DMUON_TUNE_BUSY_TIMEOUT_S", "0.05")
+    own_cache.parent.mkdir()
+    held = spoil(own_cache)
+    more = ("--cache", str(own_cache)) if named else ()
+    _warn_once.cache_clear()
+    for command in (("show", "--device", "cpu"), ("cache", "list"), ("cache", "list", "--layers")):
+        result = run(*command, *more)
+        assert result.code == 4
+        assert result.err.count("\n") <= 1 and "no cache yet" not in result.err and "nothing is" not in result.err
+        if named or command[0] == "show":  # a layer's failure is said once a process
+            assert str(own_cache) in result.err
+    explained = run("explain", "--shapes", "2x8x24", "--device", "cpu", "--require", *more)
+    assert explained.code == 4
+    doctor = run("doctor", "--device", "cpu", "--format", "json")
+    assert doctor.code == 0
+    assert {row["label"]: row["state"] for row in doctor.json["caches"]}["user"] == "unreadable"
+    if held is not None:
+        held.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "code"), [("zzz", 2), ("error", 3), ("heuristic", 0), ("nearest", 0), ("tune", 0), ("", 0)]
+)
+def test_explain_obeys_the_policy_for_a_miss(
+    run: Run, own_cache: Path, monkeypatch: pytest.MonkeyPatch, policy: str, code: int
+) -> None:
+    monkeypatch.setenv("DMUON_TUNE_ON_MISS", policy)
+    result = run("explain", "--shapes", "2x8x24", "--device", "cpu")
+    assert result.code == code
+    assert ("unknown policy 'zzz'" in result.err) == (code == 2)
+    assert ("have no tuned entry; run: dmuon-tune tune --shapes 2x8x24" in result.err) == (code == 3)
+    assert not own_cache.exists()
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

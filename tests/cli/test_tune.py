@@ -152,6 +152,25 @@ def test_a_corrupt_user_cache_is_set_aside_with_one_line(run: Run, own_cache: Pa
     assert len(list(own_cache.parent.glob("*.corrupt-*"))) == 1
 
 
+def test_a_budget_that_ends_at_once_is_said_as_that(run: Run) -> None:
+    result = tune(run, "--budget", "0.001s")
+    assert result.code == 0
+    assert "the budget ended before anything was measured" in result.err and "3 of 3 problems have no" in result.err
+    assert "nothing to tune" not in result.err and "no configuration works" not in result.err
+
+
+@pytest.mark.parametrize("reason", ["bfloat16", "missing"])
+def test_a_requested_backend_that_serves_no_problem_is_said_with_the_reason(
+    run: Run, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    names = ("cutedsl",) if reason == "missing" else ("tilelang", "library")
+    dtype = ("--dtype", "bfloat16") if reason == "bfloat16" else ()
+    result = run("tune", *SHAPE, "--trials", "1", "--backends", ",".join(names), *dtype)
+    (warning,) = [line for line in result.err.splitlines() if "warning: backend" in line]
+    assert result.code == 0 and f"backend {names[0]} " in warning and warning.partition(": ")[2]
+    assert ("bfloat16" if reason == "bfloat16" else "sm_90") in warning
+
+
 @pytest.mark.parametrize("content", ["text", "database"])
 def test_a_named_file_that_is_no_cache_is_refused_and_left_alone(run: Run, tmp_path: Path, content: str) -> None:
     path = tmp_path / "thesis"
