@@ -34,3 +34,14 @@ class NoLegalConfigError(DmuonTuneError):
 
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+
+
+def said(error: BaseException) -> str:
+    """What someone else's exception says, in one line: ``SystemExit: 7``; a missing module's own words alone."""
+    try:
+        text = " ".join(str(error).split())[:200]
+    except Exception:
+        text = ""
+    if isinstance(error, ModuleNotFoundError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from dmuon_tune.errors import UsageError
+from dmuon_tune.errors import UsageError, said
 
 from . import ModelShapes
 
@@ -23,34 +23,31 @@ def load(reference: str) -> ModelShapes:
     try:
         with torch.device("meta"):
             model = build()
-    except Exception as error:
+        if isinstance(model, torch.nn.Module):
+            return ModelShapes(reference, tuple((name, tuple(value.shape)) for name, value in model.named_parameters()))
+    except (Exception, SystemExit) as error:
         raise UsageError(
-            f"{reference}: failed on the meta device: {type(error).__name__}: {_first_line(error)}; "
-            "--debug shows where"
+            f"--model {reference}: failed on the meta device: {said(error)}; --debug shows where"
         ) from error
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"{reference}: must return a torch.nn.Module, not {type(model).__name__}")
-    return ModelShapes(reference, tuple((name, tuple(value.shape)) for name, value in model.named_parameters()))
+    raise UsageError(f"--model {reference}: must return a torch.nn.Module, not {type(model).__name__}")
 
 
 def _function(reference: str) -> Any:
     module_name, _, attribute = reference.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.insert(0, os.getcwd())
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                raise UsageError(f"--model {reference}: {module_name!r} has no {attribute!r}")
+            found = getattr(found, part)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
         raise UsageError(
-            f"{reference}: module {module_name!r} cannot be imported: {type(error).__name__}: {_first_line(error)}"
+            f"--model {reference}: module {module_name!r} cannot be imported: {said(error)}"
         ) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise UsageError(f"{reference}: {module_name!r} has no {attribute!r}")
-        found = getattr(found, part)
     if not callable(found):
-        raise UsageError(f"{reference}: {attribute!r} is not a function that builds the model")
+        raise UsageError(f"--model {reference}: {attribute!r} is not a function that builds the model")
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]

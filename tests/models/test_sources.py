@@ -169,13 +169,44 @@ def test_a_function_builds_the_model_on_the_meta_device(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert load("my_model:build").parameters == (("weight", (1 << 20, 1 << 20)),)
     for reference, said in [
-        ("my_model:fails", "failed on the meta device: RuntimeError: no;"),
+        ("my_model:fails", "failed on the meta device: RuntimeError: no weights;"),
         ("my_model:number", "must return a torch.nn.Module, not int"),
         ("my_model:absent", "has no 'absent'"),
-        ("no_such_module:build", "cannot be imported: ModuleNotFoundError"),
+        ("no_such_module:build", "cannot be imported: No module named 'no_such_module'"),
     ]:
         with pytest.raises(UsageError, match=said):
             load(reference)
+
+
+RAISED = ("SystemExit(7)", "SystemExit('bye')", "SystemExit", "ValueError('a\\nb')", "Nasty()")
+
+
+@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize("place", ["import", "attribute", "call", "parameters"])
+def test_whatever_the_users_code_raises_becomes_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str, place: str
+) -> None:
+    name = f"raising_{abs(hash((raised, place)))}"
+    nasty = "class Nasty(Exception):\n    def __str__(self):\n        raise TypeError('no words')\n"
+    code = {
+        "import": f"raise {raised}\n",
+        "attribute": f"def __getattr__(name):\n    raise {raised}\n",
+        "call": f"def build():\n    raise {raised}\n",
+        "parameters": "import torch\nclass build(torch.nn.Module):\n"
+        f"    def named_parameters(self):\n        raise {raised}\n",
+    }[place]
+    (tmp_path / f"{name}.py").write_text(nasty + code)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"^--model {name}:build: .*{raised.partition('(')[0]}") as caught:
+        load(f"{name}:build")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupt_in_the_users_code_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "interrupted.py").write_text("def build():\n    raise KeyboardInterrupt\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        load("interrupted:build")
 
 
 def test_shape_text() -> None:
