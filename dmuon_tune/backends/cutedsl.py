@@ -13,6 +13,7 @@ from dmuon_tune.problem import Problem
 
 from . import CompiledKernel
 from .cubin import cubin_resources
+from .home import ensure_home
 
 TARGET = "sm_90a"
 PACKAGES = ("apache-tvm-ffi", "nvidia-cutlass-dsl")
@@ -31,6 +32,12 @@ class CuteDslBackend:
     def toolchain(self, device: DeviceFingerprint) -> Toolchain:
         """Versions of the DSL and of the call interface that its host code is generated for."""
         return Toolchain(self.name, tuple((package, importlib.metadata.version(package)) for package in PACKAGES))
+
+    def load(self) -> None:
+        """Import CuTe DSL and its call interface."""
+        ensure_home()
+        import cutlass.cute  # noqa: F401
+        import tvm_ffi  # noqa: F401
 
     def compile(self, program: Any, problem: Problem, device: DeviceFingerprint) -> CompiledKernel:
         """``program``: what a kernel's build returned, with ``entry``, ``arguments()`` and ``smem_bytes``.

@@ -20,6 +20,7 @@ from dmuon_tune.problem import Problem
 
 from . import CompiledKernel
 from .cubin import cubin_resources
+from .home import ensure_home
 
 CPU_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-w")
 CPP_COMPILERS = ("g++", "clang++", "c++")
@@ -42,6 +43,10 @@ class TileLangBackend:
     def toolchain(self, device: DeviceFingerprint) -> Toolchain:
         """Versions of TileLang, TVM FFI and the compiler that runs last."""
         return _toolchain(device.kind, os.environ.get("CUDA_HOME"), os.environ.get("CXX"))
+
+    def load(self) -> None:
+        """Import TileLang, with a cache folder that can be written."""
+        _import_quietly()
 
     def compile(self, program: Any, problem: Problem, device: DeviceFingerprint) -> CompiledKernel:
         """``program``: the primitive function, the compiler's switches, a block's dynamic shared memory in bytes.
@@ -83,6 +88,7 @@ def _compile_flags(device: DeviceFingerprint) -> list[str]:
 @cache
 def _import_quietly() -> Any:
     """TileLang with its log of every compilation off; errors still reach the log."""
+    ensure_home()
     os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
     import tilelang  # type: ignore[import-untyped, unused-ignore]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmuon_tune.backends import CompiledKernel, backends
+from dmuon_tune.backends import CompiledKernel, backends, load
 from dmuon_tune.cache.key import TuningKey
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.problem import Problem
@@ -13,6 +13,7 @@ from dmuon_tune.spec import KernelSpec
 
 def compile_kernel(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> CompiledKernel:
     """Compile one configuration for the current device; raises whatever its DSL raises."""
+    load(spec.backend)
     return backends()[spec.backend].compile(spec.build(problem, config, device), problem, device)
 
 

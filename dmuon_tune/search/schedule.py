@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dmuon_tune.backends import backends
+from dmuon_tune.backends import backends, import_failure
 from dmuon_tune.cache import CacheEntry, Store, Trial, TuningKey
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
@@ -168,8 +168,14 @@ def usable_kernels(
     return usable, unavailable
 
 
+def import_failures(searches: Iterable[ProblemSearch]) -> dict[str, str]:
+    """Backend → why its DSL, though installed, does not import, for those with something to measure."""
+    names = {each.spec.backend for search in searches if search.planned for each in search.kernels}
+    return {name: reason for name in sorted(names) if (reason := import_failure(name)) is not None}
+
+
 def problem_search(
-    problem: Problem, specs: list[KernelSpec], device: DeviceFingerprint, store: Store, trials: int, seed: int
+    problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, trials: int, seed: int
 ) -> ProblemSearch:
     """The search of one problem; NoLegalConfigError where no kernel has a legal configuration."""
     found, refusals = [], []

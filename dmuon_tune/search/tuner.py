@@ -22,11 +22,12 @@ from dmuon_tune.measure.executor import Executor, Job
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Group, Recipe, default_dtype
 from dmuon_tune.space import config_to_dict
+from dmuon_tune.spec import KernelSpec
 
 from .options import ProblemReport, TuneOptions, TuneReport
 from .progress import Progress, Silent
 from .recipes import cheapest_recipes
-from .schedule import Candidate, ProblemSearch, Schedule, problem_search, usable_kernels
+from .schedule import Candidate, ProblemSearch, Schedule, import_failures, problem_search, usable_kernels
 from .workload import workload
 
 VALIDATION = "float64 reference on random inputs, poisoned and guarded outputs, two runs bit-equal"
@@ -50,10 +51,18 @@ def tune(
         raise UsageError(f"unknown backend {sorted(unknown)[0]!r}; choose from {', '.join(sorted(backends()))}")
     run = Run(store, options, device_name, device, progress or Silent())
     specs, unavailable = usable_kernels(device, options.backends)
-    searches = [
-        problem_search(problem, specs, device, store, options.trials, options.seed)
-        for problem in workload(groups, dtype)
-    ]
+
+    def plan(usable: Sequence[KernelSpec]) -> list[ProblemSearch]:
+        return [
+            problem_search(problem, usable, device, store, options.trials, options.seed)
+            for problem in workload(groups, dtype)
+        ]
+
+    searches = plan(specs)
+    broken = import_failures(searches)
+    if broken:
+        unavailable |= broken
+        searches = plan([spec for spec in specs if spec.backend not in broken])
     complete = run.measure(searches)
     reports = [_report(search, run) for search in searches]
     recipes = _keep_recipes(groups, dtype, reports, device, store)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dmuon_tune.backends import backends
+from dmuon_tune.backends import backends, import_failure
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.errors import NoLegalConfigError, UsageError
@@ -190,6 +190,50 @@ def test_backends_that_cannot_run_here_are_listed_with_their_reason() -> None:
     }
     assert not {spec.backend for spec in usable} & unavailable.keys()
     assert {spec.backend for spec in usable_kernels(device, ())[0]} == {"library"}
+
+
+def test_a_broken_install_is_unavailable_and_nothing_of_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if backends()["tilelang"].unavailable(fingerprint("cpu")):
+        pytest.skip("TileLang cannot run here")
+    broken = tmp_path / "site" / "tilelang"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libtvm.so: no such file')")
+    monkeypatch.syspath_prepend(str(broken.parent))
+    import_failure.cache_clear()
+    try:
+        with Store.open(tmp_path / "cache.sqlite") as store:
+            report = tune(GROUPS, store, TuneOptions(device="cpu", backends=("tilelang",), trials=1))
+            assert "importing it fails: ImportError: libtvm.so: no such file" in report.unavailable["tilelang"]
+            assert {key.kernel.partition(".")[2] for key, _ in store.all_trials()} == {"library"}
+            assert report.complete and len(report.recipes) == 1
+    finally:
+        import_failure.cache_clear()
+
+
+HOMELESS = """
+import os, pwd
+def getpwuid(uid): raise KeyError(uid)
+pwd.getpwuid = getpwuid  # a user that the system does not list
+from dmuon_tune.backends import load
+load("tilelang")
+import tilelang
+folder = os.path.dirname(tilelang.env.TILELANG_CACHE_DIR)
+print(folder, oct(os.stat(folder).st_mode & 0o777), os.access(tilelang.env.TILELANG_CACHE_DIR, os.W_OK))
+"""
+
+
+@pytest.mark.parametrize("home", [None, "/nonexistent/home"])
+def test_tilelang_loads_for_a_user_without_a_home(home: str | None, tmp_path: Path) -> None:
+    if backends()["tilelang"].unavailable(fingerprint("cpu")):
+        pytest.skip("TileLang cannot run here")
+    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "TILELANG_CACHE_DIR")}
+    environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    environment |= {} if home is None else {"HOME": home}
+    done = subprocess.run([sys.executable, "-c", HOMELESS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / f"dmuon-tune-{os.getuid()}"), "0o700", "True"]
 
 
 def test_trials_of_other_code_do_not_count(tmp_path: Path) -> None:
