@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from dmuon_tune.errors import UsageError
 
 NamedShapes = tuple[tuple[str, tuple[int, ...]], ...]
+MAX_ELEMENTS = 2**63 - 1  # of one parameter: a tensor's size is a signed 64-bit integer
 
 FORMS = (
     "a preset name, a Hugging Face config.json or its folder, a .safetensors file, a model.safetensors.index.json, "
@@ -19,10 +22,28 @@ _MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Every parameter of one model: (name, shape as stored), and where they were read."""
+    """Every parameter of one model, (name, shape as stored) in the order of names, and where they were read.
+
+    Layer 2 comes before layer 10, and every source of one model gives the same order. UsageError for a name that no
+    terminal can show and for a shape that no memory can hold.
+    """
 
     label: str
     parameters: NamedShapes
+
+    def __post_init__(self) -> None:
+        for name, shape in self.parameters:
+            if not name.isprintable():
+                raise UsageError(f"{self.label}: parameter name {reprlib.repr(name)} is not printable text")
+            if prod(shape) > MAX_ELEMENTS:
+                raise UsageError(f"{self.label}: {reprlib.repr(name)} of shape {reprlib.repr(shape)} is too large")
+        object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=_by_name)))
+
+
+def _by_name(parameter: tuple[str, tuple[int, ...]]) -> list[tuple[int, str]]:
+    # Odd parts are numbers: the shorter is the smaller, so 2 comes before 10.
+    parts = re.split(r"([0-9]+)", parameter[0])
+    return [(len(part) if index % 2 else 0, part) for index, part in enumerate(parts)]
 
 
 def load(model: str) -> ModelShapes:
@@ -31,14 +52,28 @@ def load(model: str) -> ModelShapes:
 
     if model.lower() in presets.names():
         return presets.load(model)
-    path = Path(model).expanduser()
-    if path.exists():
+    if not model.strip():
+        raise UsageError(f"--model is empty; give {FORMS}")
+    path = _existing(model)
+    if path is not None:
         return load_path(path)
     if _MODULE_FUNCTION.fullmatch(model):
         return python_model.load(model)
     raise UsageError(
-        f"model {model!r} is neither a file here nor a preset ({', '.join(presets.names())}); give {FORMS}"
+        f"model {_short(model)} is neither a file here nor a preset ({', '.join(presets.names())}); give {FORMS}"
     )
+
+
+def _existing(model: str) -> Path | None:
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # a name too long for the file system; ~user of nobody
+        return None
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 200 else repr(text[:200]) + "…"
 
 
 def load_path(path: Path) -> ModelShapes:

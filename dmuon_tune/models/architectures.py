@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from dmuon_tune.errors import UsageError
 
 Parameters = Iterator[tuple[str, tuple[int, ...]]]
+
+MAX_EXTENT = 2**24  # of one field: the largest vocabulary published has under 2**20
+MAX_LAYERS = 4096
 
 
 class Fields:
@@ -17,25 +21,37 @@ class Fields:
         self.values = values
         self.where = where
 
-    def positive(self, name: str, default: int | None = None) -> int:
-        """A positive integer; ``default`` where the field is absent or null."""
+    def positive(self, name: str, default: int | None = None, at_most: int = MAX_EXTENT) -> int:
+        """A positive integer, ``at_most`` that large; ``default`` where the field is absent or null."""
         value = self.values.get(name)
         if value is None:
             if default is None:
-                raise UsageError(f"{self.where}: field {name!r} is missing")
+                raise UsageError(f"{self.where}: field {name!r} is {'null' if name in self.values else 'missing'}")
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{self.where}: field {name!r} must be a positive integer, not {value!r}")
+            raise UsageError(f"{self.where}: field {name!r} must be a positive integer, not {reprlib.repr(value)}")
+        if value > at_most:
+            raise UsageError(f"{self.where}: field {name!r} is too large: {reprlib.repr(value)}, at most {at_most}")
         return value
+
+    def layers(self, name: str) -> int:
+        """The number of layers, each of which is listed."""
+        return self.positive(name, at_most=MAX_LAYERS)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise UsageError(f"{self.where}: field {name!r} must be true or false, not {reprlib.repr(value)}")
+        return value
 
     def section(self, name: str) -> Fields:
         value = self.values.get(name)
-        if not isinstance(value, dict):
+        if value is None:
             raise UsageError(f"{self.where}: section {name!r} is missing")
+        if not isinstance(value, dict):
+            raise UsageError(f"{self.where}: section {name!r} must be an object, not {reprlib.repr(value)}")
         return Fields(value, f"{self.where}: {name}")
 
 
@@ -68,7 +84,7 @@ def decoder(
     mlp_bias = fields.flag("mlp_bias", False)
     if embedded:
         yield f"{prefix}embed_tokens.weight", (fields.positive("vocab_size"), hidden)
-    for index in range(fields.positive("num_hidden_layers")):
+    for index in range(fields.layers("num_hidden_layers")):
         layer = f"{prefix}layers.{index}"
         for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             bias = attention_bias if qkv_bias is None else qkv_bias
@@ -102,7 +118,7 @@ def gpt2(fields: Fields) -> Parameters:
     inner = fields.positive("n_inner", 4 * width)
     yield "transformer.wte.weight", (fields.positive("vocab_size"), width)
     yield "transformer.wpe.weight", (fields.positive("n_positions"), width)
-    for index in range(fields.positive("n_layer")):
+    for index in range(fields.layers("n_layer")):
         layer = f"transformer.h.{index}"
         for name, inputs, outputs in (
             ("attn.c_attn", width, 3 * width), ("attn.c_proj", width, width),
@@ -127,7 +143,7 @@ def siglip_tower(fields: Fields, prefix: str) -> Parameters:
     yield f"{prefix}embeddings.patch_embedding.weight", (width, channels, patch, patch)
     yield f"{prefix}embeddings.patch_embedding.bias", (width,)
     yield f"{prefix}embeddings.position_embedding.weight", (patches, width)
-    for index in range(fields.positive("num_hidden_layers")):
+    for index in range(fields.layers("num_hidden_layers")):
         layer = f"{prefix}encoder.layers.{index}"
         for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
             yield from linear(f"{layer}.self_attn.{name}", width, width, True)

@@ -49,7 +49,7 @@ def _tiny(fields: Fields) -> Parameters:
     # The model that examples/ trains on the CPU.
     width, inner, vocab = (fields.positive(name) for name in ("hidden_size", "intermediate_size", "vocab_size"))
     yield "embedding.weight", (vocab, width)
-    for index in range(fields.positive("num_layers")):
+    for index in range(fields.layers("num_layers")):
         for name in "qkvo":
             yield f"layers.{index}.{name}.weight", (width, width)
         yield f"layers.{index}.up.weight", (inner, width)

