@@ -59,7 +59,8 @@ class ProblemReport:
 @dataclass(frozen=True)
 class TuneReport:
     """``problems``: most expensive first. ``unavailable``: backend → why it cannot run here. ``complete``: False where
-    the budget ended the run before its trials were done."""
+    the budget ended the run before its trials were done. ``contended``: how many of this run's timings other processes
+    disturbed."""
 
     device: DeviceFingerprint
     problems: list[ProblemReport]
@@ -68,3 +69,4 @@ class TuneReport:
     reused: int
     unavailable: dict[str, str]
     complete: bool
+    contended: int = 0

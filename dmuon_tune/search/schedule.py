@@ -36,18 +36,23 @@ class KernelSearch:
         self.outcomes: list[tuple[Any, Measurement, Trial | None]] = []
         by_text = {config_json(config): config for config in legal}
         for trial in store.trials(key):
-            config = by_text.get(json.dumps(trial.config, sort_keys=True, separators=(",", ":")))
+            config = by_text.get(_trial_json(trial))
             if config is not None:
-                self.sampler.observe(config, trial.measurement)
-                self.outcomes.append((config, trial.measurement, trial))
+                self.observe(config, trial.measurement, trial)
 
     @property
     def needs_seed(self) -> bool:
         return all(config != self.untuned for config, _, _ in self.outcomes)
 
-    def observe(self, config: Any, measurement: Measurement) -> None:
+    def observe(self, config: Any, measurement: Measurement, trial: Trial | None = None) -> None:
+        """``trial``: the cache's record, where the measurement is not this run's."""
         self.sampler.observe(config, measurement)
-        self.outcomes.append((config, measurement, None))
+        self.outcomes.append((config, measurement, trial))
+
+    def stored(self, store: Store, config: Any) -> Trial | None:
+        """What ``store`` holds now of this configuration."""
+        text = config_json(config)
+        return next((trial for trial in store.trials(self.key) if _trial_json(trial) == text), None)
 
     def contenders(self, provenance: dict[str, Any]) -> Iterator[Contender]:
         """The ok outcomes; ``provenance`` is this run's."""
@@ -58,6 +63,10 @@ class KernelSearch:
                     self.key, config_to_dict(config), measurement, provenance.get("validation", ""), origin
                 )
                 yield Contender(entry, config == self.untuned)
+
+
+def _trial_json(trial: Trial) -> str:
+    return json.dumps(trial.config, sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,12 @@ class ProblemSearch:
 
     def observe(self, candidate: Candidate, measurement: Measurement) -> None:
         candidate.kernel.observe(candidate.config, measurement)
+        self.best_us = min(self._medians(), default=None)
+
+    def reuse(self, candidate: Candidate, trial: Trial) -> None:
+        """Learn of a result that another process has put into the cache meanwhile."""
+        candidate.kernel.observe(candidate.config, trial.measurement, trial)
+        self.reused += 1
         self.best_us = min(self._medians(), default=None)
 
     def statuses(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .recipes import cheapest_recipes
 from .schedule import Candidate, ProblemSearch, Schedule, import_failures, problem_search, usable_kernels
 from .workload import workload
 
+logger = getLogger(__name__)
 VALIDATION = "float64 reference on random inputs, poisoned and guarded outputs, two runs bit-equal"
 BUDGET_GRACE_S = 10.0  # what is under way when the budget ends may still finish
 
@@ -67,7 +69,14 @@ def tune(
     reports = [_report(search, run) for search in searches]
     recipes = _keep_recipes(groups, dtype, reports, device, store)
     return TuneReport(
-        device, reports, recipes, run.measured, sum(report.reused for report in reports), unavailable, complete
+        device,
+        reports,
+        recipes,
+        run.measured,
+        sum(report.reused for report in reports),
+        unavailable,
+        complete,
+        run.contended,
     )
 
 
@@ -81,7 +90,7 @@ class Run:
         self._device_name = device_name
         self._rng = random.Random(options.seed)
         self._end = None if options.budget_s is None else time.monotonic() + options.budget_s
-        self.measured = 0
+        self.measured, self.reused, self.contended = 0, 0, 0
         self.measured_of: dict[ProblemSearch, int] = {}
         self.provenance = {
             "tool": f"dmuon-tune {__version__}",
@@ -106,7 +115,12 @@ class Run:
                 self._feed(executor, Schedule(searches))
         finally:
             self._progress.finished()
-        return self.measured == planned
+        if self.contended:
+            logger.warning(
+                "%d of %d timings were disturbed by other processes and may be slow; tune on a quiet machine",
+                self.contended, self.measured,
+            )
+        return self.measured + self.reused == planned
 
     def _feed(self, executor: Executor, schedule: Schedule) -> None:
         under_way: dict[int, Candidate] = {}
@@ -115,6 +129,8 @@ class Run:
                 candidate = schedule.next()
                 if candidate is None:
                     break
+                if self._reuse(candidate):
+                    continue
                 job = self._job(candidate)
                 under_way[job.seed] = candidate
                 executor.submit(job)
@@ -139,6 +155,15 @@ class Run:
         self._progress.trying(key.problem, key.kernel, config)
         return Job(key.kernel, key.problem, config, self._device_name, self._rng.getrandbits(48))
 
+    def _reuse(self, candidate: Candidate) -> bool:
+        """Take the result of another process that has measured this configuration since the run began."""
+        trial = candidate.kernel.stored(self._store, candidate.config)
+        if trial is None:
+            return False
+        candidate.search.reuse(candidate, trial)
+        self.reused += 1
+        return True
+
     def _keep(self, candidate: Candidate, measurement: Measurement) -> None:
         key, config = candidate.kernel.key, config_to_dict(candidate.config)
         provenance = {**self.provenance, "date": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -148,6 +173,7 @@ class Run:
         search = candidate.search
         search.observe(candidate, measurement)
         self.measured += 1
+        self.contended += bool(measurement.resources.get("contended"))
         self.measured_of[search] = self.measured_of.get(search, 0) + 1
         self._progress.measured(key.problem, key.kernel, config, measurement, search.best_us)
 

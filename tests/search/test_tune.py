@@ -192,6 +192,39 @@ def test_backends_that_cannot_run_here_are_listed_with_their_reason() -> None:
     assert {spec.backend for spec in usable_kernels(device, ())[0]} == {"library"}
 
 
+def test_what_another_process_has_measured_meanwhile_is_reused(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+
+    class Rival(Recorder):
+        """Once the first configuration is under way, another run over the same cache does everything."""
+
+        def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
+            super().trying(problem, kernel, config)
+            if len(self.tried) == 1:
+                with Store.open(path) as other:
+                    self.rival = tune(GROUPS, other, ONLY_LIBRARY)
+
+    with Store.open(path) as store:
+        report = tune(GROUPS, store, ONLY_LIBRARY, recorder := Rival())
+        assert report.complete and report.measured == len(recorder.tried) == 1
+        assert report.reused == recorder.rival.measured - 1 > 0
+        assert all(problem.winner for problem in report.problems) and report.recipes
+
+
+def test_timings_on_a_busy_machine_are_counted_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    contended = Measurement.from_samples([5.0], 0.0, {"contended": True})
+    monkeypatch.setattr("dmuon_tune.measure.executor._Worker._message", lambda *_: contended)
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        report = tune(GROUPS, store, ONLY_LIBRARY)
+    assert report.contended == report.measured > 1
+    assert [record.getMessage() for record in caplog.records if "disturbed" in record.getMessage()] == [
+        f"{report.measured} of {report.measured} timings were disturbed by other processes and may be slow; "
+        "tune on a quiet machine"
+    ]
+
+
 def test_a_broken_install_is_unavailable_and_nothing_of_it_is_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
