@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -157,6 +158,12 @@ class Schedule:
     def __init__(self, searches: list[ProblemSearch]) -> None:
         self._seeds = deque(candidate for search in searches for candidate in search.seeds())
         self._open = deque(searches)
+
+    def shuffle(self) -> None:
+        """Put what is left into an order that no other process has."""
+        order = random.SystemRandom()
+        order.shuffle(self._seeds)
+        order.shuffle(self._open)
 
     def next(self) -> Candidate | None:
         """None where everything is measured or under way."""

@@ -139,7 +139,10 @@ class Run:
             outcome = executor.wait(self._patience_s())
             if outcome is not None:
                 job, measurement = outcome
-                self._keep(under_way.pop(job.seed), measurement)
+                candidate = under_way.pop(job.seed)
+                if candidate.kernel.stored(self._store, candidate.config) is not None:
+                    schedule.shuffle()  # another process goes the same way: both would measure everything
+                self._keep(candidate, measurement)
             elif self._is_over(BUDGET_GRACE_S):
                 return
 

@@ -211,6 +211,28 @@ def test_what_another_process_has_measured_meanwhile_is_reused(tmp_path: Path) -
         assert all(problem.winner for problem in report.problems) and report.recipes
 
 
+TUNE_AND_COUNT = """
+import sys
+from dmuon_tune.cache import Store
+from dmuon_tune.recipe import Group
+from dmuon_tune.search import TuneOptions, tune
+with Store.open(sys.argv[1]) as store:
+    groups = [Group(1, rows, 3 * rows) for rows in (8, 16, 24, 32)]
+    report = tune(groups, store, TuneOptions(device="cpu", backends=("library",)))
+    print(report.measured, report.measured + report.reused, report.complete)
+"""
+
+
+def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, "-c", TUNE_AND_COUNT, str(tmp_path / "cache.sqlite")]
+    runs = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    reports = [run.communicate(timeout=120)[0].split() for run in runs]
+    total = int(reports[0][1])
+    assert all(report[1:] == [str(total), "True"] for report in reports)
+    assert sum(int(report[0]) for report in reports) < 1.9 * total
+
+
 def test_timings_on_a_busy_machine_are_counted_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
