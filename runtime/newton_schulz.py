@@ -29,8 +29,9 @@ class GramNewtonSchulz:
     steps (from 0) before which the Gram form returns to X; ``dtype`` is the chain's arithmetic (default: float16 on a
     GPU, float32 on a CPU) with fp32 accumulation; ``eps`` is added to the Frobenius norm. Kernels come from ``plan``,
     or, when a shape first comes, from the caches in ``layers`` (default: those of this machine) with ``on_miss`` as in
-    :func:`plan`. A tall matrix is never transposed by a copy. Zero matrices give zero; NaN and inf give NaN. A pickle
-    or deep copy resolves its kernels anew, from the caches of the machine where it lands.
+    :func:`plan`. A tall matrix is never transposed by a copy. Zero matrices give zero; NaN, inf and norms beyond 1e19
+    (the range of fp32 squares; float64 input has no such limit) give NaN. A pickle or deep copy resolves its kernels
+    anew, from the caches of the machine where it lands.
     """
 
     def __init__(
@@ -119,7 +120,10 @@ class GramNewtonSchulz:
         return polar
 
     def _normalize(self, matrices: Sequence[Tensor], out: Tensor, scale: float) -> None:
-        """out = scale · U / (norm_factor · ‖U‖_F + eps), norms in float64, rounded once to the chain's dtype."""
+        """out = scale · U / (norm_factor · ‖U‖_F + eps), rounded once to the chain's dtype.
+
+        Norms are fp32 (float64 for float64); a matrix whose squares exceed fp32's range becomes NaN, never a silent zero.
+        """
         stacked = torch.stack(list(matrices))
         if stacked.dtype == torch.float64:
             # Squares of float64 overflow from 1e154 on. clamp_min keeps a zero matrix zero; NaN and inf pass through.
@@ -127,9 +131,9 @@ class GramNewtonSchulz:
             norms = largest * torch.linalg.vector_norm(stacked / largest, dim=(-2, -1), keepdim=True)
         else:
             stacked = stacked.float()
-            norms = torch.linalg.vector_norm(stacked, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-        factors = scale / (norms * self.coefficients.norm_factor + self.eps)
-        out.copy_(stacked.mul_(factors.to(stacked.dtype)))
+            norms = torch.linalg.vector_norm(stacked, dim=(-2, -1), keepdim=True)
+        factors = scale / (norms * self.coefficients.norm_factor + self.eps) + 0.0 * norms  # 0·inf is NaN
+        out.copy_(stacked.mul_(factors))
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous view of this shape of a buffer that all groups share; it grows to the largest of them."""
