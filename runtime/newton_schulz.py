@@ -122,7 +122,7 @@ class GramNewtonSchulz:
     def _normalize(self, matrices: Sequence[Tensor], out: Tensor, scale: float) -> None:
         """out = scale · U / (norm_factor · ‖U‖_F + eps), rounded once to the chain's dtype.
 
-        Norms are fp32 (float64 for float64); a matrix whose squares exceed fp32's range becomes NaN, never a silent zero.
+        Norms are fp32 (float64 for float64); where squares leave fp32's range the matrix becomes NaN, not zero.
         """
         stacked = torch.stack(list(matrices))
         if stacked.dtype == torch.float64:
