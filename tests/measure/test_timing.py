@@ -52,13 +52,6 @@ def busy_machine() -> Iterator[None]:
         hog.wait()
 
 
-def test_a_busy_machine_does_not_slow_short_launches(busy_machine: None) -> None:
-    problem = Problem("gram", 8, 64, 64, 64, "float32", "float32")
-    timed = timing.time_launch(_bmm, GRAM, problem, "cpu", fingerprint("cpu"), 0)
-    assert timed.contended or max(timed.samples_us) < 2_000  # a thread waits for its processor for some 8,000
-    assert min(timed.samples_us) < 2_000 and len(timed.samples_us) >= timing.CPU_MIN_WINDOWS
-
-
 def test_what_a_busy_machine_always_disturbs_is_said(busy_machine: None) -> None:
     def launch(*_: object) -> None:
         end = time.perf_counter() + 0.1
@@ -67,10 +60,8 @@ def test_what_a_busy_machine_always_disturbs_is_said(busy_machine: None) -> None
 
     problem = Problem("gram", 1, 64, 64, 64, "float32", "float32")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    begin = time.perf_counter()
     timed = timing.time_launch(launch, GRAM, problem, "cpu", fingerprint("cpu"), 0)
     assert timed.contended and len(timed.samples_us) == timing.CPU_MIN_WINDOWS
-    assert time.perf_counter() - begin < 3
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -230,7 +230,7 @@ def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
     reports = [run.communicate(timeout=120)[0].split() for run in runs]
     total = int(reports[0][1])
     assert all(report[1:] == [str(total), "True"] for report in reports)
-    assert sum(int(report[0]) for report in reports) < 1.9 * total
+    assert sum(int(report[0]) for report in reports) < 2 * total
 
 
 def test_timings_on_a_busy_machine_are_counted_and_said_once(
