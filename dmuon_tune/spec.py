@@ -31,8 +31,8 @@ class OpSpec:
     Tensors are contiguous, on the problem's device, with a leading batch axis; outputs never alias inputs; scalars are
     Python floats. ``reference`` takes the same inputs and scalars (no output) and returns the result in float64.
     ``make_inputs(problem, device, seed)`` returns the input tensors in order. ``flops`` counts a symmetric result
-    once; ``bytes_moved`` reads each input and writes each output once. ``problem_of(batch, rows, cols, …)`` is the
-    op's share of a matrix's orthogonalization and lives in :mod:`dmuon_tune.recipe`.
+    once; ``bytes_moved`` reads each input and writes each output once. Which products
+    a matrix's orthogonalization needs is :func:`dmuon_tune.recipe.chain`'s to say.
     """
 
     name: str
