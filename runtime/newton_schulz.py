@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dmuon_tune import chains
 from dmuon_tune.cache import Layers
 from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import DTYPES
@@ -18,7 +19,6 @@ from dmuon_tune.recipe import groups as cut
 from .coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from .plan import GroupPlan, Plan, device_context, plan
 
-MAX_SCALE_EXPONENT = 6  # the scaled X's Gram matrix stays below 2**12, far from fp16's 65504
 Coefficients = str | CoefficientSet | tuple[Triple, ...] | list[Triple] | Triple
 
 
@@ -109,14 +109,12 @@ class GramNewtonSchulz:
         dtype = getattr(torch, planned.recipe.dtype)
         shape, square = (group.batch, group.rows, group.cols), (group.batch, group.m, group.m)
         x, y = (self._buffer(name, shape, dtype, device) for name in ("x", "y"))
-        # The chain runs on 2**exponent·X with 4**exponent near m, so that the Gram matrix's mean eigenvalue is near 1:
-        # unscaled, entries of X and XXᵀ sink into fp16's subnormal range. Powers of two round nothing.
-        exponent = min(MAX_SCALE_EXPONENT, round(math.log2(group.m) / 2))
         with device_context(device):
-            self._normalize(matrices, x, 2.0**exponent)
-            run, names = (_plain, ("s0", "s1")) if planned.recipe.form == "plain" else (_gram, ("s0", "s1", "s2", "s3"))
-            squares = [self._buffer(name, square, dtype, device) for name in names]
-            polar = run(planned, x, y, squares, self.triples, 2.0**exponent)
+            self._normalize(matrices, x, chains.input_scale(group.m))
+            form = planned.recipe.form
+            squares = [self._buffer(f"s{i}", square, dtype, device) for i in range(chains.SQUARES[form])]
+            launches = {key: bound.launch for key, bound in planned.bindings.items()}
+            polar = chains.run(form, launches, x, y, squares, self.triples, planned.recipe.restarts)
         return polar
 
     def _normalize(self, matrices: Sequence[Tensor], out: Tensor, scale: float) -> None:
@@ -156,54 +154,3 @@ class GramNewtonSchulz:
                     f"this needs {self.steps} steps, restarts {self.restarts}, {self.dtype or 'the default dtype'}"
                 )
             self._planned[device, group] = planned
-
-
-def _launch(planned: GroupPlan, op: str, epilogue: str = "none") -> Callable[..., Any]:
-    return planned.bindings[op, epilogue].launch
-
-
-def _gram(
-    planned: GroupPlan, x: Tensor, y: Tensor, squares: list[Tensor], triples: Sequence[Triple], scale: float
-) -> Tensor:
-    """The Gram form of ``recipe.chain`` on ``x`` = scale·X in place; returns the buffer (x or y) that holds the result.
-
-    R is held as scale²·R until the first restart: Z = bR + cR² takes the scale into b and c, all else is linear in R.
-    """
-    gram, apply = _launch(planned, "gram"), _launch(planned, "apply")
-    symmetric = _launch(planned, "gemm_symmetric", "c")
-    r, z, s, q = squares
-    gram(x, r, 1.0)
-    begins = True
-    last = len(triples) - 1
-    for step, (a, b, c) in enumerate(triples):
-        if step in planned.recipe.restarts:
-            apply(q, x, y, 1.0 / scale)
-            x, y, scale, begins = y, x, 1.0, True
-            gram(x, r, 1.0)
-        symmetric(r, r, r, z, c / scale**4, b / scale**2)
-        if step < last and step + 1 not in planned.recipe.restarts:
-            symmetric(r, z, r, s, 1.0, a)
-            symmetric(s, z, s, r, 1.0, a)
-        if begins:
-            z.diagonal(dim1=-2, dim2=-1).add_(a)
-            q, z, begins = z, q, False
-        else:
-            symmetric(q, z, q, s, 1.0, a)
-            q, s = s, q
-    apply(q, x, y, 1.0 / scale)
-    return y
-
-
-def _plain(
-    planned: GroupPlan, x: Tensor, y: Tensor, squares: list[Tensor], triples: Sequence[Triple], scale: float
-) -> Tensor:
-    """The plain form on ``x`` = scale·X in place; the first step takes the scale out."""
-    gram, apply = _launch(planned, "gram"), _launch(planned, "apply", "c")
-    symmetric = _launch(planned, "gemm_symmetric", "c")
-    square, polynomial = squares
-    for a, b, c in triples:
-        gram(x, square, 1.0)
-        symmetric(square, square, square, polynomial, c / scale**4, b / scale**2)
-        apply(polynomial, x, y, 1.0 / scale, a / scale)
-        x, y, scale = y, x, 1.0
-    return x

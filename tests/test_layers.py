@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPPED = ("kernel_specs", "cache", "runtime")  # top-level folders that import under dmuon_tune
 L0 = ("__init__", "errors", "problem", "space", "device", "measurement", "spec", "recipe", "matrices")
 L1 = ("kernel_specs", "cache", "backends", "models")
-L2 = ("measure",)
+L2 = ("measure", "chains")
 L3 = ("search", "runtime")
 L4 = ("cli", "__main__")
 MAY_IMPORT = {
     **{unit: set(L0) for unit in L0},
     **{unit: {unit, *L0} for unit in L1},
-    **{unit: {unit, *L0, *L1} for unit in L2},
+    **{unit: {*L2, *L0, *L1} for unit in L2},
     **{unit: {unit, *L0, *L1, *L2} for unit in L3},
     **{unit: {*L0, *L1, *L2, *L3, *L4} for unit in L4},
 }

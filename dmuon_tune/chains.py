@@ -1,0 +1,82 @@
+"""Runs one recipe's chain: the Gram or the plain form of Newton–Schulz, product by product, on given launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+MAX_SCALE_EXPONENT = 6  # the scaled X's Gram matrix stays below 2**12, far from fp16's 65504
+SQUARES = {"gram": 4, "plain": 2}  # (batch, m, m) buffers that a form needs
+
+Launches = Mapping[tuple[str, str], Callable[..., Any]]  # by (op, epilogue)
+Triple = tuple[float, float, float]
+
+
+def input_scale(m: int) -> float:
+    """The power of two by which the normalized X enters a chain; its square is near m.
+
+    So R's mean eigenvalue is near 1: unscaled, entries of X and XXᵀ sink into fp16's subnormal range.
+    """
+    return float(2.0 ** min(MAX_SCALE_EXPONENT, round(math.log2(m) / 2)))
+
+
+def run(
+    form: str, launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
+    restarts: Sequence[int],
+) -> Tensor:
+    """Orthogonalize ``x`` = ``input_scale(m)``·X, (batch, rows, cols), in place; returns x or y, which holds the result.
+
+    ``y`` is another buffer of x's shape and dtype, ``squares`` are ``SQUARES[form]`` buffers (batch, m, m).
+    """
+    scale = input_scale(squares[0].shape[-1])
+    if form == "plain":
+        return _plain(launches, x, y, squares, triples, scale)
+    return _gram(launches, x, y, squares, triples, restarts, scale)
+
+
+def _gram(
+    launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
+    restarts: Sequence[int], scale: float,
+) -> Tensor:
+    """R is held as scale²·R until the first restart: Z = bR + cR² takes the scale into b and c, all else is linear."""
+    gram, apply = launches["gram", "none"], launches["apply", "none"]
+    symmetric = launches["gemm_symmetric", "c"]
+    r, z, s, q = squares
+    gram(x, r, 1.0)
+    begins = True
+    last = len(triples) - 1
+    for step, (a, b, c) in enumerate(triples):
+        if step in restarts:
+            apply(q, x, y, 1.0 / scale)
+            x, y, scale, begins = y, x, 1.0, True
+            gram(x, r, 1.0)
+        symmetric(r, r, r, z, c / scale**4, b / scale**2)
+        if step < last and step + 1 not in restarts:
+            symmetric(r, z, r, s, 1.0, a)
+            symmetric(s, z, s, r, 1.0, a)
+        if begins:
+            z.diagonal(dim1=-2, dim2=-1).add_(a)
+            q, z, begins = z, q, False
+        else:
+            symmetric(q, z, q, s, 1.0, a)
+            q, s = s, q
+    apply(q, x, y, 1.0 / scale)
+    return y
+
+
+def _plain(
+    launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple], scale: float
+) -> Tensor:
+    """The first step takes the scale out."""
+    gram, apply = launches["gram", "none"], launches["apply", "c"]
+    symmetric = launches["gemm_symmetric", "c"]
+    square, polynomial = squares
+    for a, b, c in triples:
+        gram(x, square, 1.0)
+        symmetric(square, square, square, polynomial, c / scale**4, b / scale**2)
+        apply(polynomial, x, y, 1.0 / scale, a / scale)
+        x, y, scale = y, x, 1.0
+    return x
