@@ -27,7 +27,7 @@ def run(
     form: str, launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
     restarts: Sequence[int],
 ) -> Tensor:
-    """Orthogonalize ``x`` = ``input_scale(m)``·X, (batch, rows, cols), in place; returns x or y, which holds the result.
+    """Orthogonalize ``x`` = ``input_scale(m)``·X, (batch, rows, cols), in place; returns x or y, which holds it.
 
     ``y`` is another buffer of x's shape and dtype, ``squares`` are ``SQUARES[form]`` buffers (batch, m, m).
     """
