@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,8 @@ Epilogue = Literal["none", "c", "i", "ci"]
 
 DTYPES: tuple[str, ...] = get_args(DType)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
-EPILOGUES: tuple[str, ...] = get_args(Epilogue)
+EPILOGUES: tuple[str, ...] = get_args(Epilogue)  # of products; an op's file says what the others mean
+OTHER_EPILOGUE = re.compile(r"w|m|n|s[1-9][0-9]*(r[1-9][0-9]*)*")
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 MAX_DIM = 2**31 - 1  # tensor extents are passed to kernels as int32
 
@@ -26,7 +28,9 @@ class Problem:
     ``layout`` says how the matrix operands of the op are stored, each tensor contiguous with a leading batch axis:
     ``row`` stores an m×k operand as (m, k), ``col`` stores it as (k, m), which is how a tall weight already lies in
     memory, so it is never copied to transpose it. ``epilogue`` names what is added to the product: ``c`` a β·C term,
-    ``i`` a γ·I term, ``ci`` both. Accumulation is always fp32. What the axes mean is stated by each op's file.
+    ``i`` a γ·I term, ``ci`` both; the fused ops have others: ``w`` (the weight's update), ``m`` and ``n`` (momentum,
+    Nesterov), ``s5r2`` (5 steps, a restart before step 2). Accumulation is always fp32. What the axes mean is stated by
+    each op's file.
     """
 
     op: str
@@ -47,7 +51,9 @@ class Problem:
         for field, allowed in (
             ("dtype", DTYPES), ("out_dtype", DTYPES), ("layout", LAYOUTS), ("epilogue", EPILOGUES),
         ):
-            if getattr(self, field) not in allowed:
+            value = getattr(self, field)
+            other = field == "epilogue" and isinstance(value, str) and OTHER_EPILOGUE.fullmatch(value)
+            if value not in allowed and not other:
                 raise UsageError(
                     f"{self.op}: unsupported {field} {getattr(self, field)!r}; choose one of {', '.join(allowed)}"
                 )
