@@ -5,7 +5,8 @@ from __future__ import annotations
 if __name__ == "runtime":
     raise ImportError("import dmuon_tune.runtime, not runtime")
 
-from .coefficients import COEFFICIENTS, CoefficientSet
+from dmuon_tune.coefficients import COEFFICIENTS, CoefficientSet
+
 from .muon import Muon
 from .newton_schulz import GramNewtonSchulz
 from .plan import Plan, plan

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dmuon_tune.cache import Layers
+from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
 from dmuon_tune.matrices import select
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS
 from dmuon_tune.recipe import groups as cut
 
-from .coefficients import DEFAULT_COEFFICIENTS
 from .newton_schulz import Coefficients, GramNewtonSchulz
 from .plan import Plan
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from dmuon_tune import chains
 from dmuon_tune.cache import Layers
+from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, default_dtype
 from dmuon_tune.recipe import groups as cut
 
-from .coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from .plan import GroupPlan, Plan, device_context, plan
 
 Coefficients = str | CoefficientSet | tuple[Triple, ...] | list[Triple] | Triple

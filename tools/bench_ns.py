@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from dmuon_tune.backends.probe import fingerprint, resolve
+from dmuon_tune.coefficients import CoefficientSet, coefficient_set
 from dmuon_tune.models.shape_text import parse as parse_shapes
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import Group, default_dtype
 from dmuon_tune.runtime import GramNewtonSchulz
-from dmuon_tune.runtime.coefficients import CoefficientSet, coefficient_set
 
 STEPS, RESTARTS = 5, (2,)
 WINDOWS = 15

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
+from dmuon_tune.coefficients import CoefficientSet
 from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import Group, Recipe
 from dmuon_tune.runtime import COEFFICIENTS, GramNewtonSchulz
-from dmuon_tune.runtime.coefficients import CoefficientSet
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:

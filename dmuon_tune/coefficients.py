@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dmuon_tune.errors import UsageError
+from .errors import UsageError
 
 Triple = tuple[float, float, float]
 
