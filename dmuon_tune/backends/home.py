@@ -9,14 +9,15 @@ from pathlib import Path
 
 
 def ensure_home() -> None:
-    """Set HOME where there is none, and TILELANG_CACHE_DIR where what is in HOME could not be written."""
+    """Set HOME where there is none, and the compilers' cache folders where what is in HOME could not be written."""
     home = Path(os.path.expanduser("~"))  # unlike Path.home(), leaves the ~ where there is none
     if home.is_absolute() and home.is_dir() and os.access(home, os.W_OK | os.X_OK):
         return
     folder = _private_folder()
     if not home.is_absolute():
         os.environ["HOME"] = str(folder)
-    os.environ.setdefault("TILELANG_CACHE_DIR", str(folder / "tilelang"))
+    for compiler in ("tilelang", "triton"):
+        os.environ.setdefault(f"{compiler.upper()}_CACHE_DIR", str(folder / compiler))
 
 
 def _private_folder() -> Path:
