@@ -16,12 +16,16 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an op's launch: a tensor (``input`` or ``output``) with its stored shape, or a ``scalar``."""
+    """One argument of an op's launch: a tensor (``input`` or ``output``) with its stored shape, or a ``scalar``.
+
+    A ``shared`` tensor is one for the whole batch and has no batch axis.
+    """
 
     name: str
     role: Literal["input", "output", "scalar"]
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,9 @@ class OpSpec:
     Tensors are contiguous, on the problem's device, with a leading batch axis; outputs never alias inputs; scalars are
     Python floats. ``reference`` takes the same inputs and scalars (no output) and returns the result in float64.
     ``make_inputs(problem, device, seed)`` returns the input tensors in order. ``flops`` counts a symmetric result
-    once; ``bytes_moved`` reads each input and writes each output once. Which products
-    a matrix's orthogonalization needs is :func:`dmuon_tune.recipe.chain`'s to say.
+    once; ``bytes_moved`` reads each input and writes each output once. ``tolerance`` is the accepted error where it is
+    not that of a single product. Which products a matrix's orthogonalization needs is
+    :func:`dmuon_tune.recipe.chain`'s to say.
     """
 
     name: str
@@ -43,6 +48,7 @@ class OpSpec:
     flops: Callable[[Problem], int]
     bytes_moved: Callable[[Problem], int]
     symmetric_output: bool = False
+    tolerance: float | None = None
 
 
 def never_illegal(problem: Problem, config: Any, device: DeviceFingerprint) -> str | None:

@@ -17,7 +17,7 @@ from dmuon_tune.spec import OpSpec
 GUARD_ELEMENTS = 4096  # NaNs kept on both sides of an output, where an out-of-range store would show
 CHUNK_ELEMENTS = 2**26  # tensor elements checked at once: half a GiB in float64
 # Apart enough that αAB + βC + γI never cancels at m = 1, where |AB| = |C| = 1: a sum near 0 would magnify rounding.
-SCALAR_RANGES = {"alpha": (0.5, 0.9), "beta": (-0.4, -0.2), "gamma": (1.6, 2.0)}
+SCALAR_RANGES = {"alpha": (0.5, 0.9), "beta": (-0.4, -0.2), "gamma": (1.6, 2.0), "norm_factor": (1.3, 1.7)}
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,18 @@ def _largest_error(
 ) -> Verdict:
     """Compare matrix by matrix, a few matrices at a time so that float64 copies stay small."""
     (output,) = outputs
+    shared = [argument.shared for argument in op.arguments(problem) if argument.role == "input"]
     per_matrix = sum(tensor[0].numel() for tensor in (*inputs, output))
     chunk = max(1, CHUNK_ELEMENTS // per_matrix)
-    allowed, worst = tolerance(problem), 0.0
+    allowed, worst = op.tolerance or tolerance(problem), 0.0
     for start in range(0, problem.batch, chunk):
         part = slice(start, start + chunk)
         out = output[part].double()
         if not bool(out.isfinite().all()):
             missing = int((~out.isfinite()).sum())
             return Verdict(f"{missing} of {out.numel()} output elements are not finite or were not written", None)
-        reference = op.reference(problem, *(tensor[part] for tensor in inputs), *scalars)
+        parts = (tensor if whole else tensor[part] for tensor, whole in zip(inputs, shared, strict=True))
+        reference = op.reference(problem, *parts, *scalars)
         rms = reference.square().mean((-2, -1), keepdim=True).sqrt()
         scale = (reference.abs() + rms).clamp_min(torch.finfo(torch.float64).tiny)
         error = (out - reference).abs() / scale
