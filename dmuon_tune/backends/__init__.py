@@ -32,7 +32,8 @@ class Backend(Protocol):
 
     ``unavailable`` says why this DSL cannot run on a device, and what to install, or None; it imports nothing heavy.
     ``toolchain`` raises ModuleNotFoundError where the DSL is not installed. ``compile`` raises whatever the DSL raises.
-    A ``load`` without parameters, where there is one, imports the DSL and raises whatever that raises.
+    A ``load`` without parameters, where there is one, imports the DSL and raises whatever that raises. A true ``peer``,
+    where there is one, says that its kernels are another project's, whose absence is not worth a warning.
     """
 
     name: str

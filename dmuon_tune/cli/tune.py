@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         note("interrupted; what was measured is kept: run the same command to go on")
         return INTERRUPTED_EXIT_CODE
-    for name, reason in report.unavailable.items():
+    for name, reason in _gaps(report, args.backends):
         warn(f"backend {name} is left out: {reason}")
     for name, reason in _unserved(report, args.backends or ()):
         warn(f"backend {name} serves none of these problems: {reason}")
@@ -79,6 +79,14 @@ def _check_backends(names: Iterable[str] | None) -> None:
     unknown = [name for name in names or () if name not in backends()]
     if unknown:
         raise UsageError(f"unknown backend {unknown[0]!r}; choose among {', '.join(sorted(backends()))}")
+
+
+def _gaps(report: TuneReport, asked: tuple[str, ...] | None) -> list[tuple[str, str]]:
+    """(Backend, why it cannot run here) of those asked for, or by default of all but other projects' kernels."""
+    from dmuon_tune.backends import backends
+
+    peers = {name for name, backend in backends().items() if getattr(backend, "peer", False)} - {*(asked or ())}
+    return [(name, reason) for name, reason in report.unavailable.items() if name not in peers]
 
 
 def _unserved(report: TuneReport, names: Iterable[str]) -> list[tuple[str, str]]:
