@@ -1,15 +1,16 @@
-"""Recipes: which products orthogonalize a batch of equal matrices, how often each runs, and how batches are cut."""
+"""Recipes: how a batch of equal matrices is orthogonalized: form, pieces, products, and what it costs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 
 from .problem import Problem
 
-Form = Literal["gram", "plain"]
+Form = Literal["gram", "plain", "small"]
+FORMS: tuple[str, ...] = get_args(Form)
 MAX_BATCH_ELEMENTS = 2**28  # 512 MiB of fp16 a buffer: larger batches gain no speed and double the memory
 DEFAULT_STEPS = 5
 DEFAULT_RESTARTS = (2,)
@@ -50,18 +51,47 @@ def groups(shapes: Iterable[tuple[int, int]]) -> list[Group]:
     """
     result: list[Group] = []
     for (rows, cols), count in Counter(shapes).items():
-        pieces = -(-count // max(1, MAX_BATCH_ELEMENTS // (rows * cols)))
-        result += [
-            Group(count // pieces + (1 if piece < count % pieces else 0), rows, cols) for piece in range(pieces)
-        ]
+        most = max(1, MAX_BATCH_ELEMENTS // (rows * cols))
+        result += [Group(size, rows, cols) for size in pieces(count, most)]
     return result
+
+
+def pieces(batch: int, most: int | None) -> tuple[int, ...]:
+    """Cut ``batch`` into as few pieces as hold at most ``most`` each (None: one piece), the larger ones first.
+
+    Near-equal, so that at most two sizes occur.
+    """
+    count = 1 if most is None else -(-batch // most)
+    return tuple(batch // count + (1 if piece < batch % count else 0) for piece in range(count))
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The kernel and configuration that one product of a recipe runs with.
+
+    ``key`` is the SHA-256 of the tuning key it was chosen under: where today's differs (other code, other toolchain),
+    the pick is stale.
+    """
+
+    problem: Problem
+    kernel: str
+    config: dict[str, Any] = field(hash=False)
+    key: str
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Pick:
+        return cls(**{**fields, "problem": Problem.from_dict(fields["problem"])})
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How one group is orthogonalized: the chain's form, arithmetic and restarts, with its cost where known.
 
-    ``cost_us`` is the sum of the winners' times over the chain's products, in microseconds for the whole batch.
+    The batch runs in ``pieces(batch, chunk)``, one after another (``chunk`` None: at once). ``picks`` are the kernels
+    of every piece size's products; a product without one runs its own winner. Times are microseconds for the whole
+    batch, from X in the chain's dtype to its polar factor: with percentiles ``cost_us`` is a timed chain's median,
+    without them the sum of the winners' times over the chain's products. ``batch_costs`` are (batch, median of a timed
+    chain) at smaller batches, ascending.
     """
 
     group: Group
@@ -70,13 +100,44 @@ class Recipe:
     steps: int = DEFAULT_STEPS
     restarts: tuple[int, ...] = DEFAULT_RESTARTS
     cost_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    chunk: int | None = None
+    picks: tuple[Pick, ...] = ()
+    batch_costs: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def timed(self) -> bool:
+        """Whether the whole chain was timed; else the cost is an estimate."""
+        return self.p20_us is not None
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Matrices in each piece, in the order in which they run."""
+        return pieces(self.group.batch, self.chunk)
+
+    def products(self) -> dict[Problem, int]:
+        """Every product of the whole batch, over all pieces, and how often each runs."""
+        total: dict[Problem, int] = {}
+        for size in self.pieces:
+            piece = Group(size, self.group.rows, self.group.cols)
+            for problem, count in chain(piece, self.form, self.dtype, self.steps, self.restarts).items():
+                total[problem] = total.get(problem, 0) + count
+        return total
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "timed": self.timed}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Recipe:
-        return cls(**{**fields, "group": Group(**fields["group"]), "restarts": tuple(fields["restarts"])})
+        given = {name: value for name, value in fields.items() if name != "timed"}
+        return cls(**{
+            **given,
+            "group": Group(**given["group"]),
+            "restarts": tuple(given["restarts"]),
+            "picks": tuple(map(Pick.from_dict, given["picks"])),
+            "batch_costs": tuple((batch, cost_us) for batch, cost_us in given["batch_costs"]),
+        })
 
 
 def chain(
@@ -92,7 +153,8 @@ def chain(
     S = RZ + aR, R ← SZ + aS (both skipped where R isn't needed again), Q ← QZ + aQ (at the first step and after a
     restart Q = Z + aI, a is added to Z's diagonal in place); before a restart step X ← QX, R = XXᵀ; last X ← QX.
     ``restarts`` holds the steps (counted from 0) before which to restart. Folding aI into P = Z + aI for all products
-    would round R's small eigenvalues at the size of a: in fp16 twice the error on ill-conditioned input.
+    would round R's small eigenvalues at the size of a: in fp16 twice the error on ill-conditioned input. Small form:
+    all of it in one launch.
     """
     b, m, n, layout = group.batch, group.m, group.n, group.layout
 
@@ -102,6 +164,8 @@ def chain(
     def apply(epilogue: str) -> Problem:
         return Problem("apply", b, m, n, m, dtype, dtype, layout, epilogue)
 
+    if form == "small":
+        return {Problem("polar_small", b, m, n, m, dtype, dtype, layout, schedule(steps, restarts)): 1}
     gram = Problem("gram", b, m, m, n, dtype, dtype, layout)
     if form == "plain":
         return {gram: steps, symmetric("c"): steps, apply("c"): steps}
@@ -111,9 +175,16 @@ def chain(
     return {gram: spans, symmetric("c"): steps + 3 * (steps - spans), apply("none"): spans}
 
 
-def forms(group: Group) -> tuple[str, ...]:
-    """The forms worth comparing: the Gram form always; the plain form only near square, where FLOPs are equal."""
-    return ("gram", "plain") if group.n < 2 * group.m else ("gram",)
+def schedule(steps: int, restarts: Iterable[int]) -> str:
+    """The steps and restarts of a whole recurrence in one launch, as its problem's epilogue: ``s5r2``."""
+    return f"s{steps}" + "".join(f"r{step}" for step in sorted(set(restarts)) if 0 < step < steps)
+
+
+def forms(group: Group, dtype: str) -> tuple[str, ...]:
+    """The forms worth comparing: the Gram form always; the plain form only near square, where FLOPs are equal; the
+    small form, whose arithmetic is fp16, for 16-bit chains (only where a kernel serves it, which its kernels say)."""
+    plain = ("plain",) if group.n < 2 * group.m else ()
+    return ("gram", *plain, *(() if dtype == "float32" else ("small",)))
 
 
 def default_form(group: Group) -> str:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from dmuon_tune import space
 from dmuon_tune.device import DeviceFingerprint, Toolchain
 from dmuon_tune.errors import UsageError
+from dmuon_tune.kernel_specs.polar_small import schedule as polar_schedule
 from dmuon_tune.measurement import STATUSES, Measurement
 from dmuon_tune.problem import DTYPES, EPILOGUES, LAYOUTS, MAX_DIM, Problem
-from dmuon_tune.recipe import MAX_BATCH_ELEMENTS, Group, Recipe, chain, forms, groups
+from dmuon_tune.recipe import FORMS, MAX_BATCH_ELEMENTS, Group, Pick, Recipe, chain, forms, groups
 
 extents = st.integers(1, MAX_DIM)
 names = st.text(min_size=1, max_size=20)
@@ -144,14 +145,36 @@ def test_toolchain_round_trip(versions: dict[str, str]) -> None:
 
 
 @given(
-    group_strategy, st.sampled_from(["gram", "plain"]), st.sampled_from(DTYPES), st.integers(1, 8),
-    st.lists(st.integers(1, 7), max_size=3), st.none() | times,
+    group_strategy, st.sampled_from(FORMS), st.sampled_from(DTYPES), st.integers(1, 8),
+    st.lists(st.integers(1, 7), max_size=3), st.none() | times, st.none() | st.integers(1, 9), st.booleans(),
 )
 def test_recipe_round_trip(
-    group: Group, form: str, dtype: str, steps: int, restarts: list[int], cost_us: float | None
+    group: Group, form: str, dtype: str, steps: int, restarts: list[int], cost_us: float | None, chunk: int | None,
+    timed: bool,
 ) -> None:
     recipe = Recipe(group, form, dtype, steps, tuple(restarts), cost_us)
+    if timed:
+        picks = tuple(Pick(problem, f"{problem.op}.library", {"x": [1]}, "ab") for problem in recipe.products())
+        recipe = dataclasses.replace(
+            recipe, p20_us=1.0, p80_us=2.0, chunk=chunk, picks=picks, batch_costs=((1, 0.5), (2, 1.0))
+        )
+    assert recipe.timed == timed
     assert Recipe.from_dict(through_json(recipe.to_dict())) == recipe
+
+
+@given(group_strategy, st.sampled_from(FORMS), st.none() | st.integers(1, 9))
+def test_a_cut_recipe_runs_the_same_products_on_every_matrix(group: Group, form: str, chunk: int | None) -> None:
+    whole, cut = Recipe(group, form, "float16"), Recipe(group, form, "float16", chunk=chunk)
+    assert sum(cut.pieces) == group.batch and max(cut.pieces) - min(cut.pieces) <= 1
+    assert chunk is None or max(cut.pieces) <= chunk and len(cut.pieces) == -(-group.batch // chunk)
+
+    def matrices(recipe: Recipe) -> Counter[Problem]:
+        count: Counter[Problem] = Counter()
+        for problem, launches in recipe.products().items():
+            count[dataclasses.replace(problem, batch=1)] += launches * problem.batch
+        return count
+
+    assert matrices(cut) == matrices(whole)
 
 
 @given(group_strategy)
@@ -231,7 +254,15 @@ def test_chain_problems_fit_the_group(group: Group, steps: int, form: str) -> No
         assert math.prod((problem.m, problem.n, problem.k)) in (group.m**2 * group.n, group.m**3)
 
 
-@given(group_strategy)
-def test_the_plain_form_is_tried_near_square_only(group: Group) -> None:
-    assert forms(group)[0] == "gram"
-    assert ("plain" in forms(group)) == (group.n < 2 * group.m)
+@given(group_strategy, st.sampled_from(DTYPES))
+def test_the_plain_form_is_tried_near_square_only_and_the_small_one_in_16_bits(group: Group, dtype: str) -> None:
+    assert forms(group, dtype)[0] == "gram"
+    assert ("plain" in forms(group, dtype)) == (group.n < 2 * group.m)
+    assert ("small" in forms(group, dtype)) == (dtype != "float32")
+
+
+@given(group_strategy, st.integers(1, 9), st.sets(st.integers(0, 10), max_size=4))
+def test_the_small_form_is_one_launch_that_names_its_steps(group: Group, steps: int, restarts: set[int]) -> None:
+    ((problem, count),) = chain(group, "small", "float16", steps, tuple(restarts)).items()
+    assert (count, problem.op, problem.m, problem.n, problem.k) == (1, "polar_small", group.m, group.n, group.m)
+    assert polar_schedule(problem) == (steps, tuple(sorted(step for step in restarts if 0 < step < steps)))

@@ -57,7 +57,7 @@ def tune(
     def plan(usable: Sequence[KernelSpec]) -> list[ProblemSearch]:
         return [
             problem_search(problem, usable, device, store, options.trials, options.seed)
-            for problem in workload(groups, dtype)
+            for problem in workload(groups, dtype, usable, device)
         ]
 
     searches = plan(specs)

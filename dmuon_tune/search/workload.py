@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import ops
+from dmuon_tune.measure.winners import library_kernel
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, chain, forms
+from dmuon_tune.spec import KernelSpec
 
 
-def workload(groups: Iterable[Group], dtype: str) -> dict[Problem, int]:
+def workload(
+    groups: Iterable[Group], dtype: str, specs: Sequence[KernelSpec], device: DeviceFingerprint
+) -> dict[Problem, int]:
     """Problem → weight, the most expensive first.
 
     The weight is the product's floating-point operations in one optimizer step: launches × FLOPs a launch, summed over
@@ -19,9 +24,26 @@ def workload(groups: Iterable[Group], dtype: str) -> dict[Problem, int]:
     weights: dict[Problem, int] = {}
     for group in groups:
         launches: dict[Problem, int] = {}
-        for form in forms(group):
+        for form in served_forms(group, dtype, specs, device):
             for problem, count in chain(group, form, dtype).items():
                 launches[problem] = max(count, launches.get(problem, 0))
         for problem, count in launches.items():
             weights[problem] = weights.get(problem, 0) + count * flops[problem.op](problem)
     return dict(sorted(weights.items(), key=lambda item: (-item[1], item[0])))
+
+
+def served_forms(
+    group: Group, dtype: str, specs: Sequence[KernelSpec], device: DeviceFingerprint
+) -> tuple[str, ...]:
+    """The forms worth comparing here: the small one where a kernel of ``specs`` other than the library's, which would
+    be the plain form again, runs the whole recurrence."""
+
+    def is_served(form: str) -> bool:
+        return form != "small" or any(
+            spec.name != library_kernel(problem.op) and spec.legal_space(problem, device)
+            for problem in chain(group, form, dtype)
+            for spec in specs
+            if spec.op == problem.op
+        )
+
+    return tuple(form for form in forms(group, dtype) if is_served(form))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dmuon_tune.kernel_specs import ops
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.kernel_specs import kernel, kernels, ops
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain
 from dmuon_tune.search.recipes import cheapest_recipes
-from dmuon_tune.search.workload import workload
+from dmuon_tune.search.workload import served_forms
+from dmuon_tune.search.workload import workload as workload_of
 
 WIDE = Group(2, 64, 256)
 SQUARE = Group(1, 64, 64)
+CPU = fingerprint("cpu")
+
+
+def workload(groups: list[Group], dtype: str) -> dict[Problem, int]:
+    return workload_of(groups, dtype, kernels(), CPU)
 
 
 def test_weights_are_launches_times_flops_most_expensive_first() -> None:
