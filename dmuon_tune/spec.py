@@ -16,16 +16,19 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an op's launch: a tensor (``input`` or ``output``) with its stored shape, or a ``scalar``.
+    """One argument of an op's launch: a tensor (``input``, ``output`` or, updated in place, ``inout``) with its stored
+    shape, or a ``scalar``.
 
-    A ``shared`` tensor is one for the whole batch and has no batch axis.
+    A ``shared`` tensor is one for the whole batch and has no batch axis. Of a ``separate`` one each matrix, contiguous,
+    lies at an address of its own: the launch gets these addresses, an int64 tensor (batch,) on the same device.
     """
 
     name: str
-    role: Literal["input", "output", "scalar"]
+    role: Literal["input", "output", "inout", "scalar"]
     shape: tuple[int, ...] = ()
     dtype: str = ""
     shared: bool = False
+    separate: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,12 @@ class OpSpec:
     """What an op computes. A launch is called with exactly ``arguments(problem)``, positionally, in that order.
 
     Tensors are contiguous, on the problem's device, with a leading batch axis; outputs never alias inputs; scalars are
-    Python floats. ``reference`` takes the same inputs and scalars (no output) and returns the result in float64.
-    ``make_inputs(problem, device, seed)`` returns the input tensors in order. ``flops`` counts a symmetric result
-    once; ``bytes_moved`` reads each input and writes each output once. ``tolerance`` is the accepted error where it is
-    not that of a single product. Which products a matrix's orthogonalization needs is
-    :func:`dmuon_tune.recipe.chain`'s to say.
+    Python floats. ``reference`` takes the same inputs and scalars (no output) and returns in float64 what is written: a
+    tensor, or of several (``inout`` and ``output``, in order) a tuple. ``make_inputs(problem, device, seed)`` returns
+    the ``input`` and ``inout`` tensors in order, each with its batch axis. ``flops`` counts a symmetric result once;
+    ``bytes_moved`` reads each input and writes each output once. ``tolerance`` is the accepted error where it is not
+    that of a single product. Which products a matrix's orthogonalization needs is :func:`dmuon_tune.recipe.chain`'s to
+    say.
     """
 
     name: str

@@ -16,7 +16,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.spec import OpSpec
 
 from .contention import Contention
-from .verify import in_launch_order, random_scalars
+from .verify import as_launched, in_launch_order, random_scalars
 
 WINDOWS = 15
 COLD_L2_MULTIPLE = 3  # rotating over this many cache sizes leaves no operand of the next call in the cache
@@ -60,7 +60,7 @@ def time_launch(
     first = _argument_set(op, problem, inputs, scalars, device)
     if device.startswith("cuda"):
         return _time_cuda(launch, op, problem, first, device, fingerprint)
-    return _time_cpu(launch, first, fingerprint)
+    return _time_cpu(launch, op, problem, first, fingerprint)
 
 
 def _argument_set(op: OpSpec, problem: Problem, inputs: Any, scalars: list[float], device: str) -> list[Any]:
@@ -86,7 +86,11 @@ def _windows(window_us: float, total_us: float, fewest: int) -> int:
     return max(fewest, min(WINDOWS, int(total_us / window_us)))
 
 
-def _time_cpu(launch: Callable[..., Any], first: list[Any], fingerprint: DeviceFingerprint) -> Timing:
+def _time_cpu(
+    launch: Callable[..., Any], op: OpSpec, problem: Problem, values: list[Any], fingerprint: DeviceFingerprint
+) -> Timing:
+    first = as_launched(op, problem, values)
+
     def window(arguments: Iterator[list[Any]], launches: int) -> float:
         begin = time.perf_counter_ns()
         for _ in range(launches):
@@ -99,8 +103,8 @@ def _time_cpu(launch: Callable[..., Any], first: list[Any], fingerprint: DeviceF
         calls_us.append(window(iter([first]), 1))
     estimate_us = max(min(calls_us), 0.1)
     launches = max(1, min(math.ceil(CPU_WINDOW_US / estimate_us), CPU_MAX_LAUNCHES))
-    sets = _rotating_sets(first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, CPU_BUFFER_BYTES, launches)
-    rotating = cycle(sets)
+    sets = _rotating_sets(values, COLD_L2_MULTIPLE * fingerprint.l2_bytes, CPU_BUFFER_BYTES, launches)
+    rotating = cycle([as_launched(op, problem, each) for each in sets])
     count = _windows(estimate_us * launches, CPU_TOTAL_US, CPU_MIN_WINDOWS)
     limit_s = count * estimate_us * launches / 1e6 + CPU_EXTRA_S
     samples_us, contended = _clean_windows(lambda: window(rotating, launches), count, limit_s)
@@ -144,11 +148,12 @@ def _time_cuda(
 ) -> Timing:
     free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
     cold_bytes, most_bytes = COLD_L2_MULTIPLE * fingerprint.l2_bytes, int(MEMORY_SHARE * free_bytes)
-    estimate_us = _estimate_cuda_us(launch, first)
+    estimate_us = _estimate_cuda_us(launch, as_launched(op, problem, first))
     for _ in range(2):  # a short kernel launched alone takes the launch time: the first graph corrects that
         launches = max(1, min(math.ceil(GPU_WINDOW_US / estimate_us), GPU_MAX_LAUNCHES))
         sets = _rotating_sets(first, cold_bytes, most_bytes, launches)
-        graph = _capture(launch, sets, launches)
+        launched = [as_launched(op, problem, each) for each in sets]  # address tensors stay while the graph does
+        graph = _capture(launch, launched, launches)
         _check_graph_writes(graph, op, problem, sets)
         window_us = _elapsed_us(graph.replay)
         if window_us >= GPU_WINDOW_US or launches == GPU_MAX_LAUNCHES:

@@ -32,11 +32,12 @@ def tolerance(problem: Problem) -> float:
     """Largest accepted |out − ref| / (|ref| + rms(ref)).
 
     Two roundings to a 16-bit output and one of a subsequent sum stay below 4 eps; fp32 sums of k terms in any order
-    err like √k.
+    err like √k. Momentum is rounded to its own dtype before it is used.
     """
-    if problem.out_dtype == "float32":
+    rounded = {problem.out_dtype, *((problem.dtype,) if problem.op == "momentum" else ())} - {"float32"}
+    if not rounded:
         return 2e-6 * math.sqrt(problem.k) + 1e-5
-    return 4 * float(torch.finfo(getattr(torch, problem.out_dtype)).eps)
+    return 4 * max(float(torch.finfo(getattr(torch, name)).eps) for name in rounded)
 
 
 def random_scalars(op: OpSpec, problem: Problem, seed: int) -> list[float]:
@@ -49,9 +50,23 @@ def random_scalars(op: OpSpec, problem: Problem, seed: int) -> list[float]:
 def in_launch_order(
     op: OpSpec, problem: Problem, inputs: Sequence[Any], outputs: Sequence[Any], scalars: Sequence[float]
 ) -> list[Any]:
-    """The positional arguments of a launch."""
-    by_role = {"input": iter(inputs), "output": iter(outputs), "scalar": iter(scalars)}
+    """One value an argument, in order: every tensor with its batch axis. ``inputs`` are also the ``inout`` ones."""
+    read = iter(inputs)
+    by_role = {"input": read, "inout": read, "output": iter(outputs), "scalar": iter(scalars)}
     return [next(by_role[argument.role]) for argument in op.arguments(problem)]
+
+
+def as_launched(op: OpSpec, problem: Problem, values: Sequence[Any]) -> list[Any]:
+    """The positional arguments of a launch, which reads tensors at separate addresses from ``values`` themselves."""
+    return [
+        addresses(value.unbind()) if argument.separate else value
+        for argument, value in zip(op.arguments(problem), values, strict=True)
+    ]
+
+
+def addresses(matrices: Sequence[Tensor]) -> Tensor:
+    """Where each of these tensors begins, as an int64 tensor on their device."""
+    return torch.tensor([matrix.data_ptr() for matrix in matrices], device=matrices[0].device)
 
 
 def verify(launch: Callable[..., Any], op: OpSpec, problem: Problem, device: str, seed: int) -> Verdict:
@@ -61,11 +76,11 @@ def verify(launch: Callable[..., Any], op: OpSpec, problem: Problem, device: str
     scalars = random_scalars(op, problem, seed)
     runs = []
     for _ in range(2):
-        buffers, outputs = _guarded_outputs(op, problem, device)
-        launch(*in_launch_order(op, problem, inputs, outputs, scalars))
+        buffers, values, written = _guarded(op, problem, inputs, scalars, device)
+        launch(*as_launched(op, problem, values))
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        runs.append((buffers, outputs))
+        runs.append((buffers, written))
     (first_buffers, first), (second_buffers, second) = runs
     error = _largest_error(op, problem, originals, scalars, first)
     if error.failure:
@@ -80,18 +95,27 @@ def verify(launch: Callable[..., Any], op: OpSpec, problem: Problem, device: str
     return Verdict(failure, error.max_rel_err)
 
 
-def _guarded_outputs(op: OpSpec, problem: Problem, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """(buffers, outputs): NaN-filled buffers and the output tensors in their middles."""
-    buffers, outputs = [], []
-    for argument in op.arguments(problem):
-        if argument.role == "output":
-            count = math.prod(argument.shape)
-            buffer = torch.full(
-                (count + 2 * GUARD_ELEMENTS,), math.nan, dtype=getattr(torch, argument.dtype), device=device
-            )
-            buffers.append(buffer)
-            outputs.append(buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + count].view(argument.shape))
-    return buffers, outputs
+def _guarded(
+    op: OpSpec, problem: Problem, inputs: Sequence[Tensor], scalars: Sequence[float], device: str
+) -> tuple[list[Tensor], list[Any], list[Tensor]]:
+    """(buffers, values in launch order, written tensors): what is written lies in the middle of NaN-filled buffers."""
+    arguments = op.arguments(problem)
+    outputs = [None for argument in arguments if argument.role == "output"]
+    values = in_launch_order(op, problem, inputs, outputs, scalars)
+    buffers, written = [], []
+    for place, argument in enumerate(arguments):
+        if argument.role not in ("output", "inout"):
+            continue
+        count = math.prod(argument.shape)
+        size = count + 2 * GUARD_ELEMENTS
+        buffer = torch.full((size,), math.nan, dtype=getattr(torch, argument.dtype), device=device)
+        middle = buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + count].view(argument.shape)
+        if argument.role == "inout":
+            middle.copy_(values[place])
+        values[place] = middle
+        buffers.append(buffer)
+        written.append(middle)
+    return buffers, values, written
 
 
 def _guards_intact(buffer: Tensor) -> bool:
@@ -106,28 +130,38 @@ def _largest_error(
     op: OpSpec, problem: Problem, inputs: Sequence[Tensor], scalars: Sequence[float], outputs: Sequence[Tensor]
 ) -> Verdict:
     """Compare matrix by matrix, a few matrices at a time so that float64 copies stay small."""
-    (output,) = outputs
-    shared = [argument.shared for argument in op.arguments(problem) if argument.role == "input"]
-    per_matrix = sum(tensor[0].numel() for tensor in (*inputs, output))
+    shared = [argument.shared for argument in op.arguments(problem) if argument.role in ("input", "inout")]
+    per_matrix = sum(tensor[0].numel() for tensor in (*inputs, *outputs))
     chunk = max(1, CHUNK_ELEMENTS // per_matrix)
-    allowed, worst = op.tolerance or tolerance(problem), 0.0
+    worst = 0.0
     for start in range(0, problem.batch, chunk):
         part = slice(start, start + chunk)
-        out = output[part].double()
-        if not bool(out.isfinite().all()):
-            missing = int((~out.isfinite()).sum())
-            return Verdict(f"{missing} of {out.numel()} output elements are not finite or were not written", None)
         parts = (tensor if whole else tensor[part] for tensor, whole in zip(inputs, shared, strict=True))
-        reference = op.reference(problem, *parts, *scalars)
-        rms = reference.square().mean((-2, -1), keepdim=True).sqrt()
-        scale = (reference.abs() + rms).clamp_min(torch.finfo(torch.float64).tiny)
-        error = (out - reference).abs() / scale
-        worst = max(worst, float(error.max()))
-        if worst > allowed:
-            where = tuple(int(axis) for axis in torch.unravel_index(error.argmax(), error.shape))
-            return Verdict(f"relative error {worst:.3g} > {allowed:.3g} at {(where[0] + start, *where[1:])}", worst)
-        if op.symmetric_output:
-            asymmetry = float(((out - out.mT).abs() / scale).max())
-            if asymmetry > allowed:
-                return Verdict(f"output is asymmetric: relative difference {asymmetry:.3g} > {allowed:.3g}", worst)
+        result = op.reference(problem, *parts, *scalars)
+        references = result if isinstance(result, tuple) else (result,)
+        for output, reference in zip(outputs, references, strict=True):
+            verdict = _compare(op, problem, output[part].double(), reference, start)
+            worst = max(worst, verdict.max_rel_err or 0.0)
+            if verdict.failure:
+                return verdict
+    return Verdict("", worst)
+
+
+def _compare(op: OpSpec, problem: Problem, out: Tensor, reference: Tensor, start: int) -> Verdict:
+    """The error of one chunk, which begins at matrix ``start`` of the batch."""
+    if not bool(out.isfinite().all()):
+        missing = int((~out.isfinite()).sum())
+        return Verdict(f"{missing} of {out.numel()} output elements are not finite or were not written", None)
+    allowed = op.tolerance or tolerance(problem)
+    rms = reference.square().mean((-2, -1), keepdim=True).sqrt()
+    scale = (reference.abs() + rms).clamp_min(torch.finfo(torch.float64).tiny)
+    error = (out - reference).abs() / scale
+    worst = float(error.max())
+    if worst > allowed:
+        where = tuple(int(axis) for axis in torch.unravel_index(error.argmax(), error.shape))
+        return Verdict(f"relative error {worst:.3g} > {allowed:.3g} at {(where[0] + start, *where[1:])}", worst)
+    if op.symmetric_output:
+        asymmetry = float(((out - out.mT).abs() / scale).max())
+        if asymmetry > allowed:
+            return Verdict(f"output is asymmetric: relative difference {asymmetry:.3g} > {allowed:.3g}", worst)
     return Verdict("", worst)
