@@ -5,9 +5,10 @@ from __future__ import annotations
 if __name__ == "cache":
     raise ImportError("import dmuon_tune.cache, not cache")
 
+from .chains import ChainKey, ChainTrial
 from .key import TuningKey
 from .layers import Layers
 from .paths import user_cache_path
 from .store import CacheEntry, Store, Trial
 
-__all__ = ["CacheEntry", "Layers", "Store", "Trial", "TuningKey", "user_cache_path"]
+__all__ = ["CacheEntry", "ChainKey", "ChainTrial", "Layers", "Store", "Trial", "TuningKey", "user_cache_path"]

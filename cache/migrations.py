@@ -4,16 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sqlalchemy import Connection, inspect, select, text, update
+import sqlalchemy as sa
+from sqlalchemy import Column, Connection, MetaData, Table, inspect, select, text, update
 
 from dmuon_tune.errors import CacheError
 
 from .models import Base, MetaRow
 
-SCHEMA_VERSION = 1
-MIGRATIONS: Mapping[int, Callable[[Connection], None]] = {}  # version → what brings it to the next one
+SCHEMA_VERSION = 2
 VERSION_NAME = "schema_version"
 CREATION_LOCK = 0x646D756F6E  # "dmuon": serializes processes that create the schema on one PostgreSQL server
+
+
+def _add_chains(connection: Connection) -> None:
+    """1 → 2: recipes keep what their timed chain says, and every timed chain is kept."""
+    for column in (
+        "p20_us DOUBLE PRECISION", "p80_us DOUBLE PRECISION", "chunk INTEGER", "picks TEXT DEFAULT '[]' NOT NULL",
+        "batch_costs TEXT DEFAULT '[]' NOT NULL",
+    ):
+        connection.execute(text(f"ALTER TABLE dmuon_recipes ADD COLUMN {column}"))
+    metadata = MetaData()  # the table as version 2 has it, whatever today's model says
+    Table("dmuon_devices", metadata, Column("id", sa.Integer, primary_key=True))
+    chains = Table(
+        "dmuon_chains", metadata,
+        Column("id", sa.Integer, primary_key=True),
+        Column("sha256", sa.String, nullable=False, unique=True),
+        Column("device_id", sa.Integer, sa.ForeignKey("dmuon_devices.id"), nullable=False, index=True),
+        *(Column(name, sa.String, nullable=False) for name in ("code_digest", "status", "created_at")),
+        *(Column(name, sa.Double) for name in ("median_us", "p20_us", "p80_us", "max_rel_err")),
+        *(Column(name, sa.Text, nullable=False) for name in ("recipe", "samples", "resources", "log", "provenance")),
+    )
+    chains.create(connection)
+
+
+MIGRATIONS: Mapping[int, Callable[[Connection], None]] = {1: _add_chains}  # version → what brings it to the next one
 
 
 class CorruptCacheError(CacheError):

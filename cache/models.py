@@ -11,7 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 from dmuon_tune.device import DeviceFingerprint, Toolchain
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group, Recipe
+from dmuon_tune.recipe import Recipe
 
 from .key import TuningKey
 
@@ -180,6 +180,9 @@ class RecipeRow(Base):
 
     __tablename__ = "dmuon_recipes"
     IDENTITY = ("device_id", "batch", "rows", "cols", "dtype")
+    FIELDS = (
+        "form", "dtype", "steps", "restarts", "cost_us", "p20_us", "p80_us", "chunk", "picks", "batch_costs",
+    )
     __table_args__ = (UniqueConstraint(*IDENTITY),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -192,8 +195,13 @@ class RecipeRow(Base):
     steps: Mapped[int]
     restarts: Mapped[list[int]] = mapped_column(CanonicalJson)
     cost_us: Mapped[float | None]
+    p20_us: Mapped[float | None]
+    p80_us: Mapped[float | None]
+    chunk: Mapped[int | None]
+    picks: Mapped[list[dict[str, Any]]] = mapped_column(CanonicalJson, server_default="[]")
+    batch_costs: Mapped[list[tuple[int, float]]] = mapped_column(CanonicalJson, server_default="[]")
     created_at: Mapped[str]
 
     def value(self) -> Recipe:
-        group = Group(self.batch, self.rows, self.cols)
-        return Recipe(group, self.form, self.dtype, self.steps, tuple(self.restarts), self.cost_us)
+        group = {"batch": self.batch, "rows": self.rows, "cols": self.cols}
+        return Recipe.from_dict({"group": group, **{name: getattr(self, name) for name in self.FIELDS}})

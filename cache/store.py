@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sqlalchemy import URL, Engine, Select, and_, func, or_, select
+from sqlalchemy import URL, ColumnElement, Engine, Select, and_, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -24,6 +24,7 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
+from .chains import ChainKey, ChainRow, ChainTrial
 from .database import SIDE_FILES, describe, locate, make_folder, open_engine, rest, translated_errors, use_wal
 from .key import TuningKey
 from .migrations import CorruptCacheError, prepare, require_current
@@ -181,8 +182,7 @@ class Store:
         with self._writing() as session:
             key_id = self._key_id(session, key)
             insert = self._upsert(TrialRow).values(key_id=key_id, config=config, **values)
-            new = insert.excluded
-            is_better = and_(new.status == "ok", or_(TrialRow.status != "ok", new.median_us < TrialRow.median_us))
+            is_better = _is_better(insert.excluded, TrialRow)
             session.execute(insert.on_conflict_do_update(["key_id", "config"], set_=values, where=is_better))
             if measurement.ok:
                 of_config = and_(TrialRow.key_id == key_id, TrialRow.config == config)
@@ -248,17 +248,12 @@ class Store:
     def put_recipe(self, device: DeviceFingerprint, recipe: Recipe) -> None:
         """Keep a recipe for its group and dtype on a device model, in place of the one there was."""
         group = recipe.group
-        values = {
-            "form": recipe.form,
-            "steps": recipe.steps,
-            "restarts": list(recipe.restarts),
-            "cost_us": recipe.cost_us,
-            "created_at": _now(),
-        }
+        fields = recipe.to_dict()
+        values = {**{name: fields[name] for name in RecipeRow.FIELDS}, "created_at": _now()}
         with self._writing() as session:
             device_id = self._id_of(session, DeviceRow, device.to_dict())
             insert = self._upsert(RecipeRow).values(
-                device_id=device_id, batch=group.batch, rows=group.rows, cols=group.cols, dtype=recipe.dtype, **values
+                device_id=device_id, batch=group.batch, rows=group.rows, cols=group.cols, **values
             )
             session.execute(insert.on_conflict_do_update(list(RecipeRow.IDENTITY), set_=values))
 
@@ -277,6 +272,32 @@ class Store:
         with self._reading() as session:
             return [row.value() for row in session.scalars(statement)]
 
+    def record_chain(self, key: ChainKey, measurement: Measurement, provenance: dict[str, Any]) -> None:
+        """Keep one chain's result, in one transaction; of two results of one chain the better one stays, as in
+        :meth:`record`."""
+        values = {**_measurement_columns(measurement), "provenance": provenance, "created_at": _now()}
+        with self._writing() as session:
+            insert = self._upsert(ChainRow).values(
+                sha256=key.sha256, device_id=self._id_of(session, DeviceRow, key.device.to_dict()),
+                recipe=key.identity(), code_digest=key.code_digest, **values,
+            )
+            is_better = _is_better(insert.excluded, ChainRow)
+            session.execute(insert.on_conflict_do_update(["sha256"], set_=values, where=is_better))
+
+    def chain_trial(self, key: ChainKey) -> ChainTrial | None:
+        """What is known of one chain."""
+        with self._reading() as session:
+            row = session.scalar(select(ChainRow).where(ChainRow.sha256 == key.sha256))
+            return None if row is None else row.value()
+
+    def chain_trials(self, device: DeviceFingerprint | None = None) -> list[ChainTrial]:
+        """Every chain that was timed, or tried to be, on one device model or any, in the order of first recording."""
+        statement = select(ChainRow).order_by(ChainRow.id)
+        if device is not None:
+            statement = statement.where(ChainRow.device_id.in_(_device_ids(device)))
+        with self._reading() as session:
+            return [row.value() for row in session.scalars(statement)]
+
     def counts(self) -> dict[str, int]:
         """How many trials ended in each status; a status that never occurred is left out."""
         with self._reading() as session:
@@ -284,6 +305,10 @@ class Store:
                 select(TrialRow.status, func.count()).group_by(TrialRow.status).order_by(TrialRow.status)
             )
             return {status: count for status, count in rows}
+
+
+def _is_better(new: Any, kept: Any) -> ColumnElement[bool]:
+    return and_(new.status == "ok", or_(kept.status != "ok", new.median_us < kept.median_us))
 
 
 def _winners() -> Select[TrialRow]:

@@ -7,16 +7,18 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, inspect, text
 
-from dmuon_tune.cache import Store, TuningKey
+from dmuon_tune.cache import ChainKey, Store, TuningKey
 from dmuon_tune.cache.database import open_engine, use_wal
 from dmuon_tune.cache.migrations import found_version, prepare, require_current
 from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.measurement import Measurement
+from dmuon_tune.recipe import Group, Recipe
 
 Ok = Callable[..., Measurement]
 ROWS = 12
@@ -174,7 +176,7 @@ def test_a_newer_schema_is_refused_with_both_versions(
 ) -> None:
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
     set_version(path, "7")
-    with pytest.raises(CacheError, match="needs schema version 7, this dmuon-tune supports 1; upgrade") as caught:
+    with pytest.raises(CacheError, match="needs schema version 7, this dmuon-tune supports 2; upgrade") as caught:
         open_store(path)
     assert_one_useful_line(caught.value, path)
     assert os.listdir(tmp_path) == ["cache.sqlite"]
@@ -184,19 +186,65 @@ def test_an_older_schema_is_migrated_in_one_transaction(tmp_path: Path, key: Tun
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
     engine = create_engine(f"sqlite:///{path}")
     steps = {
-        1: lambda connection: connection.execute(text("ALTER TABLE dmuon_trials ADD COLUMN energy_j FLOAT")),
-        2: lambda connection: connection.execute(text("UPDATE dmuon_trials SET energy_j = 1.5")),
+        2: lambda connection: connection.execute(text("ALTER TABLE dmuon_trials ADD COLUMN energy_j FLOAT")),
+        3: lambda connection: connection.execute(text("UPDATE dmuon_trials SET energy_j = 1.5")),
     }
-    with engine.connect() as connection, pytest.raises(CacheError, match="schema version 1 and is opened read-only"):
-        require_current(connection, str(path), version=3)
+    with engine.connect() as connection, pytest.raises(CacheError, match="schema version 2 and is opened read-only"):
+        require_current(connection, str(path), version=4)
     with engine.begin() as connection:
-        prepare(connection, str(path), version=3, migrations=steps)
+        prepare(connection, str(path), version=4, migrations=steps)
     with engine.connect() as connection:
-        assert found_version(connection, str(path)) == 3
+        assert found_version(connection, str(path)) == 4
         assert connection.scalar(text("SELECT sum(energy_j) FROM dmuon_trials")) == 1.5 * ROWS
-        require_current(connection, str(path), version=3)
-    with pytest.raises(CacheError, match="needs schema version 3"):
+        require_current(connection, str(path), version=4)
+    with pytest.raises(CacheError, match="needs schema version 4"):
         Store.open(path)
+
+
+def as_version_1(path: Path) -> None:
+    """What the first schema had: no timed chains, and recipes of a form and a cost."""
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE dmuon_chains")
+    for column in ("p20_us", "p80_us", "chunk", "picks", "batch_costs"):
+        connection.execute(f"ALTER TABLE dmuon_recipes DROP COLUMN {column}")
+    connection.commit()
+    connection.close()
+    set_version(path, "1")
+
+
+def schema(path: Path) -> dict[str, object]:
+    inspector = inspect(create_engine(f"sqlite:///{path}"))
+    return {
+        table: (
+            sorted(
+                (column["name"], column["type"].python_type.__name__, column["nullable"])
+                for column in inspector.get_columns(table)
+            ),
+            sorted(str(found["column_names"]) for found in inspector.get_indexes(table)),
+            sorted(str(found["column_names"]) for found in inspector.get_unique_constraints(table)),
+            [(found["constrained_columns"], found["referred_table"]) for found in inspector.get_foreign_keys(table)],
+        )
+        for table in inspector.get_table_names()
+    }
+
+
+def test_version_1_becomes_the_current_schema_and_keeps_its_recipes(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
+    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
+    recipe = Recipe(Group(8, 2048, 5464), "gram", "float16", cost_us=5.0)
+    with Store.open(path) as store:
+        store.put_recipe(key.device, recipe)
+    current = schema(path)
+    as_version_1(path)
+    assert schema(path) != current
+    with pytest.raises(CacheError, match="schema version 1 and is opened read-only"):
+        Store.open(path, read_only=True)
+    with Store.open(path) as store:
+        assert store.recipes() == [recipe] and len(store.trials(key)) == ROWS
+        timed = replace(recipe, p20_us=4.0, p80_us=6.0, chunk=2)
+        store.put_recipe(key.device, timed)
+        store.record_chain(ChainKey(timed, "ab", key.device), ok(5.0), {})
+        assert store.recipes() == [timed] and len(store.chain_trials()) == 1
+    assert schema(path) == current
 
 
 def test_an_absent_or_empty_file_is_no_cache_to_read(tmp_path: Path) -> None:

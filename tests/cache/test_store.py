@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dmuon_tune.cache import Store, TuningKey
+from dmuon_tune.cache import ChainKey, Store, TuningKey
 from dmuon_tune.measurement import STATUSES, Measurement
-from dmuon_tune.recipe import Group, Recipe
+from dmuon_tune.recipe import Group, Pick, Recipe
 
 Ok = Callable[..., Measurement]
 CONFIG = {"block_m": 128, "swizzle": True, "order": "z", "nested": [1, 2]}
@@ -142,10 +142,46 @@ def test_recipes_are_kept_by_device_group_and_dtype(
         store.put_recipe(device, recipe)
     elsewhere = other_keys["device"].device
     store.put_recipe(elsewhere, old)
+    pick = Pick(key.problem, "gram.library", {"entry": "addmm", "nested": [1, 2]}, key.sha256)
+    timed = Recipe(
+        Group(4, 64, 64), "gram", "float16", cost_us=3.0, p20_us=2.5, p80_us=3.5, chunk=2, picks=(pick,),
+        batch_costs=((1, 1.0), (2, 1.5)),
+    )
+    store.put_recipe(elsewhere, timed)
+    assert store.recipe(elsewhere, timed.group, "float16") == timed and timed.timed
     assert store.recipe(device, group, "float16") == new
     assert store.recipe(device, group, "bfloat16") == other_dtype
     assert store.recipe(device, group, "float32") is None
     assert store.recipe(device, Group(7, 2048, 5464), "float16") is None
     assert store.recipes(device) == [new, other_dtype, tall]
-    assert store.recipes(elsewhere) == [old]
-    assert len(store.recipes()) == 4
+    assert store.recipes(elsewhere) == [old, timed]
+    assert len(store.recipes()) == 5
+
+
+def test_timed_chains_are_kept_by_all_that_makes_them(store: Store, key: TuningKey, ok: Ok) -> None:
+    pick = Pick(key.problem, key.kernel, CONFIG, key.sha256)
+    recipe = Recipe(Group(8, 2048, 5464), "gram", "float16", chunk=4, picks=(pick,))
+    chain = ChainKey(recipe, "code", key.device)
+    assert store.chain_trial(chain) is None and store.chain_trials() == []
+    for recorded, expected in [
+        (Measurement("crashed", log="signal 11"), "crashed"), (Measurement("timeout"), "crashed"), (ok(20.0), 20.0),
+        (ok(10.0), 10.0), (ok(15.0), 10.0), (Measurement("timeout"), 10.0),
+    ]:
+        store.record_chain(chain, recorded, {"of": recorded.status})
+        (trial,) = store.chain_trials(key.device)
+        assert trial == store.chain_trial(chain)
+        assert (trial.key_sha256, trial.recipe, trial.device) == (chain.sha256, recipe, key.device)
+        assert trial.recipe.picks[0].config == CONFIG
+        assert (trial.measurement.median_us or trial.measurement.status) == expected
+    priced = replace(recipe, cost_us=5.0, p20_us=4.0, p80_us=6.0, batch_costs=((1, 2.0),))
+    assert store.chain_trial(replace(chain, recipe=priced)) is not None  # a cost is no part of the key
+    for other in (
+        replace(chain, recipe=replace(recipe, chunk=None)),
+        replace(chain, recipe=replace(recipe, form="plain")),
+        replace(chain, recipe=replace(recipe, picks=(replace(pick, key="other code"),))),
+        replace(chain, recipe=replace(recipe, picks=(replace(pick, config={}),))),
+        replace(chain, code_digest="other"),
+        replace(chain, device=replace(key.device, sm_count=60)),
+    ):
+        assert store.chain_trial(other) is None
+    assert store.counts() == {}
