@@ -1,0 +1,117 @@
+"""``polar_small`` in Triton: one program a matrix; X in registers (plain form), or XXᵀ and a polynomial of it (Gram)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dmuon_tune.device import MAX_THREADS_PER_BLOCK, DeviceFingerprint
+from dmuon_tune.errors import UsageError
+from dmuon_tune.problem import Problem
+from dmuon_tune.space import choice
+from dmuon_tune.spec import KernelSpec
+
+from ._triton import POINTERS, TritonKernel, TritonProgram
+from .polar_small import internal_scale, schedule
+
+MAX_M = 128
+MIN_BLOCK = 16  # tl.dot's least extent
+WARP = 32
+
+
+@dataclass(frozen=True)
+class PolarConfig:
+    """``block_n`` columns of X are held at a time; all of them in the plain form, which reads X once."""
+
+    form: str = choice("gram", ("plain", "gram"))
+    block_n: int = choice(64, (16, 32, 64, 128, 256, 512))
+    warps: int = choice(8, (1, 2, 4, 8, 16))
+    stages: int = choice(2, (1, 2, 3))
+
+
+def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
+    if device.kind != "cuda":
+        return "the Triton kernel runs on a GPU"
+    try:
+        schedule(problem)
+    except UsageError as error:
+        return str(error)
+    if problem.n < problem.m or problem.k != problem.m:
+        return f"m must be the short side and k equal to it, not m {problem.m}, n {problem.n}, k {problem.k}"
+    if problem.m > MAX_M:
+        return f"one program holds a matrix of at most {MAX_M} rows, not {problem.m}"
+    return None
+
+
+def padded(extent: int) -> int:
+    """The block that holds an extent: a power of two, at least 16."""
+    return max(MIN_BLOCK, 1 << (extent - 1).bit_length())
+
+
+def illegality(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> str | None:
+    """Why a configuration cannot run, or would repeat another; None where it is legal."""
+    block_m, whole = padded(problem.m), padded(problem.n)
+    threads = config.warps * WARP
+    if threads > MAX_THREADS_PER_BLOCK or block_m * block_m < 256 * config.warps:
+        return f"{config.warps} warps for a result of {block_m}×{block_m}: less than one instruction each"
+    if config.block_n > whole:
+        return f"block_n {config.block_n}: a smaller block covers all {problem.n}"
+    if block_m * max(config.block_n, block_m) > 128 * threads:
+        return f"{block_m}×{config.block_n} fp32 sums outgrow the registers of {config.warps} warps"
+    if config.form == "plain":
+        if config.block_n != whole:
+            return f"the plain form holds all columns: block_n {whole}"
+        if config.stages != 1:
+            return "the plain form has no loop to pipeline: one stage"
+    elif len(schedule(problem)[1]) > 1:
+        return "the Gram form here restarts once at most"
+    smem = smem_bytes(problem, config)
+    if smem > device.smem_per_block_bytes:
+        return f"needs {smem} bytes of shared memory a block, the device has {device.smem_per_block_bytes}"
+    return None
+
+
+def smem_bytes(problem: Problem, config: PolarConfig) -> int:
+    """An upper bound of a block's shared memory: fp16 operands, and blocks of U in flight."""
+    block_m = padded(problem.m)
+    square, block = 2 * block_m * block_m, 2 * block_m * config.block_n
+    item = {"float32": 4}.get(problem.dtype, 2)
+    return 2 * square + 2 * block + config.stages * item * block_m * config.block_n
+
+
+def heuristic(problem: Problem, device: DeviceFingerprint) -> PolarConfig:
+    block_m, whole = padded(problem.m), padded(problem.n)
+    warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m]
+    plain = PolarConfig("plain", whole, warps, 1)
+    if whole <= 2 * block_m and illegality(problem, plain, device) is None:
+        return plain
+    return PolarConfig("gram", min(whole, 64), warps, 2)
+
+
+def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> TritonProgram:
+    from . import _triton_polar as functions
+
+    steps, restarts = schedule(problem)
+    constants = {
+        "M": problem.m, "N": problem.n, "TALL": problem.layout == "col", "BLOCK_M": padded(problem.m),
+        "BLOCK_N": config.block_n, "STEPS": steps, "SCALE": internal_scale(problem.m),
+    }
+    if config.form == "gram":
+        constants["RESTART"] = restarts[0] if restarts else 0
+    types = {
+        "u": POINTERS[problem.dtype], "coefficients": "*fp32", "y": POINTERS[problem.out_dtype], "norm_factor": "fp32",
+    }
+    function = functions.plain if config.form == "plain" else functions.gram
+    kernel = TritonKernel(function, types, constants, config.warps, config.stages, ("u", "y"))
+    grid = (problem.batch, 1, 1)
+
+    def host(run):  # type: ignore[no-untyped-def]
+        return lambda *arguments: run(grid, *arguments)
+
+    return TritonProgram((kernel,), host)
+
+
+KERNEL = KernelSpec(
+    "polar_small", "triton", PolarConfig, refusal, build,
+    (__name__, f"{__package__}.polar_small", f"{__package__}._triton_polar", f"{__package__}._triton"),
+    illegality, heuristic,
+)
