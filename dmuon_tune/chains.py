@@ -1,4 +1,4 @@
-"""Runs one recipe's chain: the Gram or the plain form of Newton–Schulz, product by product, on given launches."""
+"""Runs one recipe's chain: the Gram or the plain form of Newton–Schulz, product by product, or all in one launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 MAX_SCALE_EXPONENT = 6  # the scaled X's Gram matrix stays below 2**12, far from fp16's 65504
-SQUARES = {"gram": 4, "plain": 2}  # (batch, m, m) buffers that a form needs
+SQUARES = {"gram": 4, "plain": 2, "small": 0}  # (batch, m, m) buffers that a form needs
 
 Launches = Mapping[tuple[str, str], Callable[..., Any]]  # by (op, epilogue)
 Triple = tuple[float, float, float]
@@ -21,6 +21,30 @@ def input_scale(m: int) -> float:
     So R's mean eigenvalue is near 1: unscaled, entries of X and XXᵀ sink into fp16's subnormal range.
     """
     return float(2.0 ** min(MAX_SCALE_EXPONENT, round(math.log2(m) / 2)))
+
+
+def run_pieces(
+    form: str, launches: Mapping[int, Launches], pieces: Sequence[int], x: Tensor, y: Tensor,
+    squares: Sequence[Tensor], triples: Sequence[Triple], restarts: Sequence[int], coefficients: Tensor | None = None,
+    norm_factor: float = 1.0,
+) -> Tensor:
+    """:func:`run` on consecutive pieces of the batch, ``pieces`` matrices each, with the launches of each piece's size.
+
+    ``squares`` hold the largest piece. In place of the triples form ``small`` reads ``coefficients``, a float32 tensor
+    (steps, 3) on x's device, and ``norm_factor``, because it normalizes x, of any scale, itself.
+    """
+    start, result = 0, y
+    for size in pieces:
+        part = slice(start, start + size)
+        if form == "small":
+            (launch,) = launches[size].values()
+            launch(x[part], coefficients, y[part], norm_factor)
+        else:
+            some = [square[:size] for square in squares]
+            polar = run(form, launches[size], x[part], y[part], some, triples, restarts)
+            result = x if polar.data_ptr() == x[part].data_ptr() else y
+        start += size
+    return result
 
 
 def run(

@@ -50,17 +50,38 @@ class Timing:
     contended: bool = False
 
 
+Call = Callable[..., Any]
+# Calls in a window → the arguments of each in turn, and the check of a graph of them.
+SetsFor = Callable[[int], tuple[list[list[Any]], Callable[["torch.cuda.CUDAGraph"], None]]]
+
+
 def time_launch(
-    launch: Callable[..., Any], op: OpSpec, problem: Problem, device: str, fingerprint: DeviceFingerprint, seed: int
+    launch: Call, op: OpSpec, problem: Problem, device: str, fingerprint: DeviceFingerprint, seed: int
 ) -> Timing:
-    """Time ``launch`` on the current device; raises whatever the launch raises, and RuntimeError where a graph of it
-    does not write its outputs (a kernel that is not launched on the current stream)."""
+    """Time ``launch`` on the current device, cold; raises whatever the launch raises, and RuntimeError where a graph of
+    it does not write its outputs (a kernel that is not launched on the current stream)."""
     scalars = random_scalars(op, problem, seed)
     inputs = op.make_inputs(problem, device, seed)
     first = _argument_set(op, problem, inputs, scalars, device)
+    most_bytes = CPU_BUFFER_BYTES
     if device.startswith("cuda"):
-        return _time_cuda(launch, op, problem, first, device, fingerprint)
-    return _time_cpu(launch, op, problem, first, fingerprint)
+        most_bytes = int(MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(device))[0])
+
+    def sets_for(launches: int) -> tuple[list[list[Any]], Callable[[torch.cuda.CUDAGraph], None]]:
+        sets = _rotating_sets(first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, most_bytes, launches)
+        launched = [as_launched(op, problem, each) for each in sets]
+        return launched, lambda graph: _check_graph_writes(graph, op, problem, sets)
+
+    return _time(launch, as_launched(op, problem, first), sets_for, device)
+
+
+def time_warm(call: Callable[[], Any], device: str) -> Timing:
+    """Time a call that works on buffers of its own, the same at each call."""
+    return _time(call, [], lambda launches: ([[]], lambda graph: None), device)
+
+
+def _time(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
+    return (_time_cuda if device.startswith("cuda") else _time_cpu)(launch, first, sets_for)
 
 
 def _argument_set(op: OpSpec, problem: Problem, inputs: Any, scalars: list[float], device: str) -> list[Any]:
@@ -86,11 +107,7 @@ def _windows(window_us: float, total_us: float, fewest: int) -> int:
     return max(fewest, min(WINDOWS, int(total_us / window_us)))
 
 
-def _time_cpu(
-    launch: Callable[..., Any], op: OpSpec, problem: Problem, values: list[Any], fingerprint: DeviceFingerprint
-) -> Timing:
-    first = as_launched(op, problem, values)
-
+def _time_cpu(launch: Call, first: list[Any], sets_for: SetsFor) -> Timing:
     def window(arguments: Iterator[list[Any]], launches: int) -> float:
         begin = time.perf_counter_ns()
         for _ in range(launches):
@@ -103,8 +120,8 @@ def _time_cpu(
         calls_us.append(window(iter([first]), 1))
     estimate_us = max(min(calls_us), 0.1)
     launches = max(1, min(math.ceil(CPU_WINDOW_US / estimate_us), CPU_MAX_LAUNCHES))
-    sets = _rotating_sets(values, COLD_L2_MULTIPLE * fingerprint.l2_bytes, CPU_BUFFER_BYTES, launches)
-    rotating = cycle([as_launched(op, problem, each) for each in sets])
+    sets, _alive = sets_for(launches)  # the check holds the tensors whose addresses are launched
+    rotating = cycle(sets)
     count = _windows(estimate_us * launches, CPU_TOTAL_US, CPU_MIN_WINDOWS)
     limit_s = count * estimate_us * launches / 1e6 + CPU_EXTRA_S
     samples_us, contended = _clean_windows(lambda: window(rotating, launches), count, limit_s)
@@ -138,23 +155,13 @@ def _clean_windows(window: Callable[[], float], count: int, limit_s: float) -> t
     return sorted(clean + disturbed)[:CPU_MIN_WINDOWS], True
 
 
-def _time_cuda(
-    launch: Callable[..., Any],
-    op: OpSpec,
-    problem: Problem,
-    first: list[Any],
-    device: str,
-    fingerprint: DeviceFingerprint,
-) -> Timing:
-    free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
-    cold_bytes, most_bytes = COLD_L2_MULTIPLE * fingerprint.l2_bytes, int(MEMORY_SHARE * free_bytes)
-    estimate_us = _estimate_cuda_us(launch, as_launched(op, problem, first))
+def _time_cuda(launch: Call, first: list[Any], sets_for: SetsFor) -> Timing:
+    estimate_us = _estimate_cuda_us(launch, first)
     for _ in range(2):  # a short kernel launched alone takes the launch time: the first graph corrects that
         launches = max(1, min(math.ceil(GPU_WINDOW_US / estimate_us), GPU_MAX_LAUNCHES))
-        sets = _rotating_sets(first, cold_bytes, most_bytes, launches)
-        launched = [as_launched(op, problem, each) for each in sets]  # address tensors stay while the graph does
-        graph = _capture(launch, launched, launches)
-        _check_graph_writes(graph, op, problem, sets)
+        sets, check = sets_for(launches)
+        graph = _capture(launch, sets, launches)
+        check(graph)
         window_us = _elapsed_us(graph.replay)
         if window_us >= GPU_WINDOW_US or launches == GPU_MAX_LAUNCHES:
             break
@@ -172,7 +179,7 @@ def _time_cuda(
     return Timing([begin.elapsed_time(end) * 1000 / launches for begin, end in events], launches, len(sets))
 
 
-def _estimate_cuda_us(launch: Callable[..., Any], arguments: list[Any], calls: int = 3) -> float:
+def _estimate_cuda_us(launch: Call, arguments: list[Any], calls: int = 3) -> float:
     def several() -> None:
         for _ in range(calls):
             launch(*arguments)
@@ -194,7 +201,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _capture(launch: Callable[..., Any], sets: list[list[Any]], launches: int) -> torch.cuda.CUDAGraph:
+def _capture(launch: Call, sets: list[list[Any]], launches: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
