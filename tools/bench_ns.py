@@ -1,175 +1,294 @@
-"""Times and checks whole Newton–Schulz chains: tuned, plain and Gram on the vendor library, in one run and one table.
+"""Times and checks whole Newton–Schulz chains, ours and the peers', on many shapes: one run, one table.
 
-    python tools/bench_ns.py --shapes 1x4096x4096,1x1024x4096,8x2048x5464 [--dtype float16] [--json out.json]
+    python tools/bench_ns.py [--shapes 1x4096x4096,64x256x256] [--unseen] [--json out.json]
 
-GPU time is that of a CUDA-graph replay, median with p20 and p80 over interleaved windows. Errors are Frobenius norms
-relative to the float64 polar factor and to the same recurrence in float64.
+Input and output are bf16, five steps, one restart before the third in the Gram form. ``graph`` is the GPU time of a
+CUDA-graph replay on the chain's own (warm) buffers: median, p20 and p80 over windows of all methods in random order.
+``wall`` is an eager call in a row of calls, ``host`` the time until an eager call returns. ``xlimit`` divides the graph
+time by that of the chain's FLOPs (symmetric products counted once) at the ceiling measured in the same run. Errors are
+Frobenius norms relative to the polar factor and to the same recurrence in float64. Run ``dmuon-tune tune --shapes ...``
+on the same shapes first; another project's kernels that it may have kept are left out unless ``--no-own-only``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import random
-import statistics
+import math
+import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from _bench_methods import (
+    INPUTS,
+    Calls,
+    OwnLayers,
+    Refused,
+    Setting,
+    make_input,
+    methods,
+    polar,
+    recurrence,
+    relative,
+)
+from _bench_timing import ceiling_flops, eager, graph_of, interleaved
 
+import dmuon_tune
 from dmuon_tune.backends.probe import fingerprint, resolve
-from dmuon_tune.coefficients import CoefficientSet, coefficient_set
+from dmuon_tune.cache import Layers
+from dmuon_tune.coefficients import coefficient_set
+from dmuon_tune.errors import DmuonTuneError, said
 from dmuon_tune.models.shape_text import parse as parse_shapes
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import Group, default_dtype
-from dmuon_tune.runtime import GramNewtonSchulz
+from dmuon_tune.search.tuner import driver_version
 
-STEPS, RESTARTS = 5, (2,)
-WINDOWS = 15
-
-
-def normalized(u: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-    """U/(factor·‖U‖_F) by matrix, divided in fp32 (float64 for float64), as a wide matrix."""
-    wide = u if u.shape[-2] <= u.shape[-1] else u.mT
-    precise = wide.double() if dtype == torch.float64 else wide.float()
-    return (precise / (torch.linalg.matrix_norm(precise, keepdim=True) * factor + 1e-7)).to(dtype)
-
-
-def plain_ns(u: Tensor, coefficients: CoefficientSet, dtype: torch.dtype) -> Tensor:
-    """X ← aX + (bA + cA²)X with A = XXᵀ, by torch.baddbmm."""
-    steps = coefficients.take(STEPS)
-    x = normalized(u, dtype, coefficients.norm_factor)
-    for a, b, c in steps:
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if u.shape[-2] <= u.shape[-1] else x.mT
+SHAPES = (
+    "1x1024x1024,1x1024x4096,1x2048x2048,1x2048x8192,1x3584x18944,1x4096x4096,1x4096x14336,1x8192x8192,1x8192x28672,"
+    "16x1024x4096,64x256x256,64x128x128,32x512x512,24x768x3072,8x2048x5464"
+)
+UNSEEN = "1x1536x8960,6x640x2560,40x384x1152,1x5120x5120,3x1152x4304,12x256x1024"
+PACKAGES = (
+    "torch", "triton", "nvidia-cutlass-dsl", "tilelang", "apache-tvm-ffi", "gram-newton-schulz", "quack-kernels",
+)
+POLAR_MAX_M = 4096  # a float64 eigendecomposition takes 10 s and more above
+OURS = ("tuned", "untuned")
+COLUMNS = "{:>14} {:<23}" + " {:>9}" * 3 + " {:>9} {:>8} {:>7} {:>10} {:>10}"
+HEADER = ("shape", "method", "graph_us", "p20", "p80", "wall_us", "host_us", "xlimit", "polar_err", "recur_err")
 
 
-def gram_ns(u: Tensor, coefficients: CoefficientSet, dtype: torch.dtype) -> Tensor:
-    """The Gram form with a restart, by torch.baddbmm: full products, no symmetry."""
-    steps = coefficients.take(STEPS)
-    x = normalized(u, dtype, coefficients.norm_factor)
-    gram = q = None
-    for step, (a, b, c) in enumerate(steps):
-        if step in (0, *RESTARTS):
-            x = x if q is None else torch.bmm(q, x)
-            gram, q = torch.bmm(x, x.mT), None
-        assert gram is not None
-        z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        if q is None:
-            q = z.clone()
-            q.diagonal(dim1=-2, dim2=-1).add_(a)
-        else:
-            q = torch.baddbmm(q, q, z, beta=a)
-        if step + 1 < len(steps) and step + 1 not in RESTARTS:
-            moved = torch.baddbmm(gram, gram, z, beta=a)
-            gram = torch.baddbmm(moved, moved, z, beta=a)
-    x = torch.bmm(q, x)
-    return x if u.shape[-2] <= u.shape[-1] else x.mT
+def chain_flops(group: Group) -> int:
+    """Five steps with one restart, symmetric products counted once: 6·m²n + 14·m³ a matrix (m = n: 20·m³)."""
+    return group.batch * (6 * group.m**2 * group.n + 14 * group.m**3)
 
 
-def polar(u: Tensor) -> Tensor:
-    """The polar factor in float64 by an eigendecomposition of the short side's Gram matrix."""
-    wide = u.double() if u.shape[-2] <= u.shape[-1] else u.double().mT
-    values, vectors = torch.linalg.eigh(wide @ wide.mT)
-    factor = (vectors * values.clamp_min(1e-300).rsqrt()[..., None, :]) @ vectors.mT @ wide
-    return factor if u.shape[-2] <= u.shape[-1] else factor.mT
+class Bench:
+    """One shape: what each method is, how far from float64, and how long."""
+
+    def __init__(self, group: Group, setting: Setting, options: argparse.Namespace) -> None:
+        self.group, self.setting, self.options = group, setting, options
+        self.device = torch.empty(0, device=resolve("auto")).device
+        self.calls: dict[str, Calls] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        """Method → figures; ``failed`` (all) or ``graph_failed``, ``eager_failed`` say why some are missing."""
+        makers = methods("cuBLAS" if self.device.type == "cuda" else "BLAS")
+        u = make_input("gaussian", self.group, self.device, self.options.seed).bfloat16()
+        for key in self.options.methods:
+            label, make = makers[key]
+            self.results[key] = {"label": label}
+            with guarded(self.results[key], "failed"):
+                calls = make(self.setting, self.group, self.device)
+                calls.captured(u)
+                self.results[key] |= {"note": calls.note, "kernels": list(calls.kernels)}
+                self.calls[key] = calls
+        if self.options.errors:
+            for kind in self.options.inputs:
+                self._errors(kind, u)
+        self._time(u)
+        return self.results
+
+    def _errors(self, kind: str, timed: torch.Tensor) -> None:
+        u = timed if kind == "gaussian" else make_input(kind, self.group, self.device, self.options.seed + 1)
+        references = {"recurrence_err": recurrence(u, self.setting.coefficients)}
+        if self.group.m <= self.options.polar_max:
+            references["polar_err"] = polar(u)
+        for key, calls in self.calls.items():
+            with guarded(self.results[key], f"{kind}_failed"):
+                out = calls.captured(u)
+                found = {name: relative(out, reference) for name, reference in references.items()}
+                self.results[key].setdefault("errors", {})[kind] = found
+
+    def _time(self, u: torch.Tensor) -> None:
+        replays: dict[str, Callable[[], None]] = {}
+        for key, calls in self.calls.items():
+            with guarded(self.results[key], "graph_failed"), torch.no_grad():
+                replays[key] = graph_of(lambda call=calls.captured: call(u))
+        for key, figures in interleaved(replays).items():
+            self.results[key] |= figures
+        replays.clear()
+        if self.device.type == "cuda":
+            for key, calls in self.calls.items():
+                with guarded(self.results[key], "eager_failed"), torch.no_grad():
+                    self.results[key] |= eager(lambda call=calls.eager: call(u))
 
 
-def relative(out: Tensor, reference: Tensor) -> float:
-    return float(torch.linalg.vector_norm(out.double() - reference) / torch.linalg.vector_norm(reference))
+@contextmanager
+def guarded(result: dict[str, Any], field: str) -> Iterator[None]:
+    """Writes what its block raises into ``result[field]``; the run goes on."""
+    try:
+        yield
+    except Exception as error:  # another project's code may raise anything
+        result[field] = str(error) if isinstance(error, Refused) else said(error)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
-def graph_of(function: Callable[[], object]) -> Callable[[], None]:
-    """A replay of the captured call on a GPU; the call itself on a CPU."""
-    if not torch.cuda.is_available():
-        return lambda: (function(), None)[1]
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        function()
-    return graph.replay
+def print_rows(group: Group, results: dict[str, dict[str, Any]], limit_us: float) -> None:
+    for r in results.values():
+        if "failed" in r:
+            print(f"{group.label():>14} {r['label']:<23} {r['failed']}", flush=True)
+            continue
+        errors = r.get("errors", {}).get("gaussian", {})
+        median_us = r.get("median_us")
+        print(COLUMNS.format(
+            group.label(), r["label"], *(digits(r.get(name), 1) for name in ("median_us", "p20_us", "p80_us")),
+            digits(r.get("wall_median_us"), 1), digits(r.get("host_us"), 1),
+            digits(median_us / limit_us if median_us else None, 2),
+            digits(errors.get("polar_err"), 5), digits(errors.get("recurrence_err"), 6),
+        ), flush=True)
+        for field in sorted(name for name in r if name.endswith("_failed")):
+            print(f"{'':>14} {field.replace('_', ' ')}: {r[field]}")
+    notes = [f"{r['label']}: {r['note']}" for key, r in results.items() if r.get("note") and key in OURS]
+    if notes:
+        print(f"{'':>14} {' | '.join(notes)}", flush=True)
 
 
-def window_us(replay: Callable[[], None], repeats: int) -> float:
-    if not torch.cuda.is_available():
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            replay()
-        return (time.perf_counter() - begin) / repeats * 1e6
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / repeats * 1e3
+def digits(value: float | None, places: int) -> str:
+    return "-" if value is None else f"{value:.{places}f}"
 
 
-def bench(
-    group: Group, dtype: str, device: str, coefficients: CoefficientSet, seed: int
-) -> dict[str, dict[str, float]]:
-    """Method → median, p20, p80 in microseconds for the whole batch, and errors."""
-    rng = torch.Generator(device=device).manual_seed(seed)
-    u = torch.randn(group.batch, group.rows, group.cols, device=device, generator=rng).bfloat16()
-    arithmetic = getattr(torch, dtype)
-    tuned = GramNewtonSchulz(coefficients=coefficients, steps=STEPS, restarts=RESTARTS, dtype=dtype)
-    methods: dict[str, Callable[[], Tensor]] = {
-        "tuned": lambda: tuned(u),
-        "gram NS, library": lambda: gram_ns(u, coefficients, arithmetic).to(u.dtype),
-        "plain NS, library": lambda: plain_ns(u, coefficients, arithmetic).to(u.dtype),
-    }
-    exact, recurrence = polar(u), plain_ns(u, coefficients, torch.float64)
-    results = {}
-    replays = {}
-    for name, method in methods.items():
-        out = method()
-        results[name] = {"polar_err": relative(out, exact), "recurrence_err": relative(out, recurrence)}
-        replays[name] = graph_of(method)
-    del exact, recurrence
-    repeats = {name: max(1, int(2e4 / max(window_us(replay, 2), 1.0))) for name, replay in replays.items()}
-    windows: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(WINDOWS):
-        for name in random.sample(list(methods), len(methods)):
-            windows[name].append(window_us(replays[name], repeats[name]))
-    for name, samples in windows.items():
-        p20, *_, p80 = statistics.quantiles(samples, n=5)
-        results[name] |= {"median_us": statistics.median(samples), "p20_us": p20, "p80_us": p80}
-    return results
+def print_errors(rows: list[dict[str, Any]], kinds: Iterable[str]) -> None:
+    print("\npolar_err / recur_err by input (fp32):")
+    for row in rows:
+        for r in row["methods"].values():
+            cells = [
+                f"{kind} {digits(found.get('polar_err'), 5)} / {digits(found.get('recurrence_err'), 6)}"
+                for kind in kinds if (found := r.get("errors", {}).get(kind))
+            ]
+            print(f"{row['shape']:>14} {r['label']:<23} {'   '.join(cells)}")
+
+
+def summary(row: dict[str, Any]) -> dict[str, Any]:
+    """Ours against the fastest peer, our own defaults and the limit, by graph time; empty where ours has none."""
+    times = {key: r["median_us"] for key, r in row["methods"].items() if "median_us" in r}
+    if "tuned" not in times:
+        return {}
+    ours_us = times["tuned"]
+    found = {"ours_us": ours_us, "over_limit": ours_us / row["limit_us"]}
+    peers = {key: us for key, us in times.items() if key not in OURS}
+    if peers:
+        fastest = min(peers, key=lambda key: peers[key])
+        found |= {
+            "fastest_peer": row["methods"][fastest]["label"], "peer_us": peers[fastest],
+            "speedup": peers[fastest] / ours_us,
+        }
+    if "untuned" in times:
+        found["over_untuned"] = times["untuned"] / ours_us
+    return found
+
+
+def print_summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Prints a line a shape; returns the geometric means."""
+    line = "{:>14} {:>10} {:>7} {:<23} {:>10} {:>9} {:>13}"
+    print("\n" + line.format("shape", "ours_us", "xlimit", "fastest peer", "peer_us", "speed-up", "over untuned"))
+    for row in rows:
+        s = row["summary"]
+        print(line.format(
+            row["shape"], digits(s.get("ours_us"), 1), digits(s.get("over_limit"), 2), s.get("fastest_peer", "-"),
+            digits(s.get("peer_us"), 1), digits(s.get("speedup"), 2), digits(s.get("over_untuned"), 2),
+        ))
+    means = {}
+    for name in ("speedup", "over_untuned", "over_limit"):
+        values = [row["summary"][name] for row in rows if name in row["summary"]]
+        if values:
+            means[name] = math.exp(sum(map(math.log, values)) / len(values))
+    print("geometric means: " + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in means.items()))
+    return means
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "dmuon-tune": dmuon_tune.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found | {"cuda": torch.version.cuda or "", "driver": driver_version()}
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    device = torch.device(resolve("auto"))
+    found = fingerprint(device.type)
+    dtype = options.dtype or default_dtype(found.kind)
+    ceiling = ceiling_flops(device, getattr(torch, dtype))
+    layers = OwnLayers.open() if options.own_only else Layers.open()
+    setting = Setting(coefficient_set(options.coefficients), dtype, layers)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    print(f"{found.name}, torch {torch.__version__}, chain {dtype}, {options.coefficients}, {date}")
+    print(f"ceiling: {ceiling / 1e12:.1f} TFLOP/s")
+    print(COLUMNS.format(*HEADER))
+    rows: list[dict[str, Any]] = []
+    for group in parse_shapes(options.shapes + ("," + UNSEEN if options.unseen else "")):
+        limit_us = chain_flops(group) / ceiling * 1e6
+        results = Bench(group, setting, options).run()
+        print_rows(group, results, limit_us)
+        row: dict[str, Any] = {"shape": group.label(), "limit_us": limit_us, "methods": results}
+        rows.append(row | {"summary": summary(row)})
+        torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
+        gc.collect()
+        if found.kind == "cuda":
+            torch.cuda.empty_cache()
+    layers.close()
+    if options.errors and set(options.inputs) - {"gaussian"}:
+        print_errors(rows, options.inputs)
+    means = print_summary(rows)
+    print(f"took {time.perf_counter() - started:.0f} s")
+    if options.json:
+        report = {
+            "date": date, "hardware": found.to_dict(), "versions": versions(), "dtype": dtype,
+            "coefficients": options.coefficients, "seed": options.seed, "own_only": options.own_only,
+            "ceiling_tflops": ceiling / 1e12, "geometric_means": means, "rows": rows,
+        }
+        options.json.write_text(json.dumps(report, indent=1))
+    return 0 if all(row["summary"] for row in rows) or "tuned" not in options.methods else 1
+
+
+def names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """An argparse type: comma-separated names, each of them known."""
+    listed = tuple(known)
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        for name in chosen:
+            if name not in listed:
+                raise argparse.ArgumentTypeError(f"unknown {name!r}; choose among {', '.join(listed)}")
+        return chosen
+
+    return parse
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shapes", default="1x4096x4096,1x1024x4096,8x2048x5464", help="BxROWSxCOLS, comma-separated")
+    keys = tuple(methods(""))
+    parser.add_argument("--shapes", default=SHAPES, help="BATCHxROWSxCOLS, comma-separated (default: 15 shapes)")
+    parser.add_argument("--unseen", action="store_true", help=f"also {UNSEEN}")
+    parser.add_argument("--methods", type=names(keys), default=keys, help=f"some of {','.join(keys)} (default: all)")
+    parser.add_argument("--inputs", type=names(INPUTS), default=("gaussian",), help=f"some of {','.join(INPUTS)}")
+    parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True, help="compare with float64")
+    parser.add_argument("--polar-max", type=int, default=POLAR_MAX_M, metavar="M", help="largest short side for the "
+                        f"polar factor's error (default: {POLAR_MAX_M})")
+    parser.add_argument("--own-only", action=argparse.BooleanOptionalAction, default=True,
+                        help="tuned with our own kernels and the vendor library alone (default: yes)")
     parser.add_argument("--dtype", choices=DTYPES, help="the chain's arithmetic (default: by device)")
-    parser.add_argument("--coefficients", default="you", help="coefficient set")
+    parser.add_argument("--coefficients", default="you", help="coefficient set (default: you)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure here")
-    options = parser.parse_args()
-    device = resolve("auto")
-    dtype = options.dtype or default_dtype(fingerprint(device).kind)
-    rows = {}
-    header = ("shape", "method", "median us", "p20", "p80", "speed-up", "polar err", "recurrence err")
-    print(f"{fingerprint(device).name}, torch {torch.__version__}, {dtype}, {options.coefficients}, bf16 in and out")
-    print("{:>16} {:<18} {:>10} {:>9} {:>9} {:>8} {:>10} {:>14}".format(*header))
-    for group in parse_shapes(options.shapes):
-        rows[group.label()] = results = bench(group, dtype, device, coefficient_set(options.coefficients), options.seed)
-        base = results["gram NS, library"]["median_us"]
-        for name, r in results.items():
-            print(
-                f"{group.label():>16} {name:<18} {r['median_us']:10.1f} {r['p20_us']:9.1f} {r['p80_us']:9.1f} "
-                f"{base / r['median_us']:8.2f} {r['polar_err']:10.4f} {r['recurrence_err']:14.5f}"
-            )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
-    return 0
+    try:
+        return run(parser.parse_args())
+    except DmuonTuneError as error:
+        print(f"bench_ns: error: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":

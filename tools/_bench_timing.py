@@ -1,0 +1,116 @@
+"""bench_ns's clock: graph replays in interleaved windows, eager calls on the wall clock, the device's ceiling."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+WINDOW_US = 8e3
+TOTAL_US = 2.5e5  # a method, by which slow ones get fewer windows
+MIN_WINDOWS, MAX_WINDOWS = 7, 15
+EAGER_WINDOW_US, EAGER_TOTAL_US = 2e3, 1e5
+HOST_CALLS = (3, 20)
+CEILING_ORDER = {"cuda": 8192, "cpu": 1024}
+
+Work = Callable[[], object]
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Median, p20 and p80."""
+    p20, *_, p80 = statistics.quantiles(samples, n=5)
+    return {"median_us": statistics.median(samples), "p20_us": p20, "p80_us": p80}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def graph_of(work: Work) -> Callable[[], None]:
+    """A replay of the captured work on a GPU; the work itself on a CPU."""
+    if not torch.cuda.is_available():
+        return lambda: (work(), None)[1]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        work()
+    return graph.replay
+
+
+def _window_us(replay: Callable[[], None], repeats: int) -> float:
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            replay()
+        return (time.perf_counter() - begin) / repeats * 1e6
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeats * 1e3
+
+
+def interleaved(replays: Mapping[str, Callable[[], None]]) -> dict[str, dict[str, float]]:
+    """Name → spread in microseconds; windows of all are run in random order, so that drift hits them alike."""
+    repeats = {name: max(1, int(WINDOW_US / max(_window_us(replay, 2), 1.0))) for name, replay in replays.items()}
+    estimates = {name: _window_us(replay, repeats[name]) for name, replay in replays.items()}
+    counts = {
+        name: max(MIN_WINDOWS, min(MAX_WINDOWS, int(TOTAL_US / (us * repeats[name]))))
+        for name, us in estimates.items()
+    }
+    samples: dict[str, list[float]] = {name: [] for name in replays}
+    for turn in range(MAX_WINDOWS):
+        for name in random.sample(list(replays), len(replays)):
+            if turn < counts[name]:
+                samples[name].append(_window_us(replays[name], repeats[name]))
+    return {name: spread(found) for name, found in samples.items()}
+
+
+def eager(work: Work) -> dict[str, float]:
+    """``wall_*``: microseconds a call of a row of calls, waited for at its end; ``host_us``: until a call returns,
+    the device idle before it."""
+
+    def row_us(calls: int) -> float:
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            work()
+        synchronize()
+        return (time.perf_counter() - begin) / calls * 1e6
+
+    def host_us() -> float:
+        synchronize()
+        begin = time.perf_counter()
+        work()
+        return (time.perf_counter() - begin) * 1e6
+
+    row_us(3)
+    estimate_us = row_us(2)
+    calls = max(1, int(EAGER_WINDOW_US / estimate_us))
+    windows = max(3, min(MAX_WINDOWS, int(EAGER_TOTAL_US / (calls * estimate_us))))
+    walls = spread([row_us(calls) for _ in range(windows)])
+    fewest, most = HOST_CALLS
+    hosts = [host_us() for _ in range(max(fewest, min(most, int(EAGER_TOTAL_US / estimate_us))))]
+    synchronize()
+    return {f"wall_{name}": value for name, value in walls.items()} | {"host_us": statistics.median(hosts)}
+
+
+def ceiling_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of the vendor library's square product on random data."""
+    order = CEILING_ORDER[device.type]
+    rng = torch.Generator(device=device).manual_seed(0)
+    a, b = (torch.randn(order, order, device=device, generator=rng).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    found = interleaved({"product": graph_of(lambda: torch.mm(a, b, out=out))})
+    return 2 * order**3 / found["product"]["median_us"] * 1e6
