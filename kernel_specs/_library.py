@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,3 +45,9 @@ def product(config: LibraryConfig) -> Callable[[Tensor, Tensor, Tensor, Tensor, 
         torch.addmm(c[0], left[0], right[0], beta=beta, alpha=alpha, out=out[0])
 
     return addmm if config.entry == "addmm" else baddbmm
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The contiguous CPU tensor that begins there; whoever gave the address keeps the memory alive."""
+    memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.spec import KernelSpec
 
 from ._inputs import torch_dtype
+from ._library import tensor_at
 from .momentum import MODES
 
 
@@ -60,13 +60,8 @@ def _scaled(u: Tensor, scale: float, eps: float) -> Tensor:
 
 
 def build(problem: Problem, config: MomentumConfig, device: DeviceFingerprint) -> Callable[..., Any]:
-    dtype = torch_dtype(problem.dtype)
-    count = problem.m * problem.n
-
     def at(address: int) -> Tensor:
-        """The matrix that begins there; whoever gave the address keeps the memory alive."""
-        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-        return torch.frombuffer(memory, dtype=dtype).view(problem.m, problem.n)
+        return tensor_at(address, (problem.m, problem.n), torch_dtype(problem.dtype))
 
     def none(g: Tensor, x: Tensor, scale: float, eps: float) -> None:
         update([at(address) for address in g.tolist()], (), x, "none", 0.0, scale, eps)
@@ -79,5 +74,6 @@ def build(problem: Problem, config: MomentumConfig, device: DeviceFingerprint) -
 
 
 KERNEL = KernelSpec(
-    "momentum", "library", MomentumConfig, refusal, build, (__name__, f"{__package__}.momentum")
+    "momentum", "library", MomentumConfig, refusal, build,
+    (__name__, f"{__package__}._library", f"{__package__}.momentum"),
 )
