@@ -1,10 +1,10 @@
-"""``polar_small`` in Triton: one program a matrix; X in registers (plain form), or XXᵀ and a polynomial of it (Gram)."""
+"""``polar_small`` in Triton: one program a matrix, which holds X (plain form) or XXᵀ and a polynomial of it (Gram)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dmuon_tune.device import MAX_THREADS_PER_BLOCK, DeviceFingerprint
+from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
@@ -16,6 +16,7 @@ from .polar_small import internal_scale, schedule
 MAX_M = 128
 MIN_BLOCK = 16  # tl.dot's least extent
 WARP = 32
+ACCUMULATORS = 64  # fp32 sums a thread: with a second result in fp16 and its operands, as many as its registers hold
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class PolarConfig:
     """``block_n`` columns of X are held at a time; all of them in the plain form, which reads X once."""
 
     form: str = choice("gram", ("plain", "gram"))
-    block_n: int = choice(64, (16, 32, 64, 128, 256, 512))
-    warps: int = choice(8, (1, 2, 4, 8, 16))
+    block_n: int = choice(64, (16, 32, 64, 128, 256))
+    warps: int = choice(8, (1, 2, 4, 8))
     stages: int = choice(2, (1, 2, 3))
 
 
@@ -51,11 +52,11 @@ def illegality(problem: Problem, config: PolarConfig, device: DeviceFingerprint)
     """Why a configuration cannot run, or would repeat another; None where it is legal."""
     block_m, whole = padded(problem.m), padded(problem.n)
     threads = config.warps * WARP
-    if threads > MAX_THREADS_PER_BLOCK or block_m * block_m < 256 * config.warps:
+    if block_m * block_m < 256 * config.warps:
         return f"{config.warps} warps for a result of {block_m}×{block_m}: less than one instruction each"
     if config.block_n > whole:
         return f"block_n {config.block_n}: a smaller block covers all {problem.n}"
-    if block_m * max(config.block_n, block_m) > 128 * threads:
+    if block_m * max(config.block_n, block_m) > ACCUMULATORS * threads:
         return f"{block_m}×{config.block_n} fp32 sums outgrow the registers of {config.warps} warps"
     if config.form == "plain":
         if config.block_n != whole:
