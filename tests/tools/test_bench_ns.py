@@ -1,0 +1,157 @@
+"""tools/bench_ns.py on a CPU: its table and JSON, methods that fail, its references, inputs and cache filters."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmuon_tune.coefficients import coefficient_set
+from dmuon_tune.recipe import Group
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The program as a module, with caches of its own."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.setenv("DMUON_TUNE_CACHE_DIR", str(tmp_path / "cache"))
+    import bench_ns
+
+    monkeypatch.setattr(bench_ns, "resolve", lambda device: "cpu")
+    return bench_ns
+
+
+def run(tools: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["bench_ns", *arguments])
+    status: int = tools.main()
+    return status
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's run")
+def test_one_table_and_all_figures_in_json(
+    tools: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    chosen = "tuned,untuned,plain,gram,peer"
+    shapes = "2x24x64,96x48"
+    status = run(
+        tools, monkeypatch, "--shapes", shapes, "--methods", chosen, "--inputs", "gaussian,large", "--json", str(out)
+    )
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    report = json.loads(out.read_text())
+    assert report["ceiling_tflops"] > 0 and report["versions"]["torch"] == torch.__version__
+    assert [row["shape"] for row in report["rows"]] == ["2x24x64", "1x96x48"]
+    for row in report["rows"]:
+        methods = row["methods"]
+        assert "failed" in methods.pop("peer")  # not installed, or no GPU
+        for name, figures in methods.items():
+            assert 0 < figures["p20_us"] <= figures["median_us"] <= figures["p80_us"], name
+            for kind in ("gaussian", "large"):
+                errors = figures["errors"][kind]
+                assert errors["recurrence_err"] < 0.005 and errors["recurrence_err"] < errors["polar_err"] < 0.1
+        fastest = min(methods["plain"]["median_us"], methods["gram"]["median_us"])
+        assert row["summary"]["speedup"] == pytest.approx(fastest / methods["tuned"]["median_us"])
+        assert methods["tuned"]["kernels"] and "untuned" in methods["untuned"]["note"]
+    speedups = [row["summary"]["speedup"] for row in report["rows"]]
+    assert report["geometric_means"]["speedup"] == pytest.approx(math.prod(speedups) ** 0.5)
+    for text in ("ours, tuned", "plain NS, BLAS", "gram-newton-schulz", "geometric means", "polar_err / recur_err"):
+        assert text in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's run")
+def test_a_method_that_fails_says_so_in_its_row_and_the_run_goes_on(
+    tools: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = tools.methods
+
+    def with_a_bad_one(library: str) -> Any:
+        def bad(*_: Any) -> Any:
+            raise MemoryError("no room")
+
+        return real(library) | {"plain": ("plain NS", bad)}
+
+    monkeypatch.setattr(tools, "methods", with_a_bad_one)
+    assert run(tools, monkeypatch, "--shapes", "8x16", "--methods", "tuned,plain,gram", "--no-errors") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("plain NS" in line and "MemoryError: no room" in line for line in lines)
+    assert any(line.split()[:4] == ["1x8x16", "Gram", "NS,", "BLAS"] and line.split()[-1] == "-" for line in lines)
+
+
+@pytest.mark.parametrize("arguments", [("--methods", "tuned,fastest"), ("--inputs", "ones"), ("--shapes", "8x")])
+def test_what_is_asked_wrongly_is_refused(
+    tools: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    try:
+        status = run(tools, monkeypatch, *arguments)
+    except SystemExit as error:
+        status = error.code  # type: ignore[assignment]
+    assert status == 2
+
+
+def test_flops_of_a_square_chain(tools: Any) -> None:
+    assert tools.chain_flops(Group(3, 16, 16)) == 3 * 20 * 16**3
+    assert tools.chain_flops(Group(2, 64, 16)) == 2 * (6 * 16**2 * 64 + 14 * 16**3)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 20), (2, 20, 6)])
+def test_the_polar_reference_is_the_svds(tools: Any, shape: tuple[int, int, int]) -> None:
+    u = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 1e-9
+    left, _, right = torch.linalg.svd(u, full_matrices=False)
+    assert tools.relative(tools.polar(u), left @ right) < 1e-10
+
+
+def test_the_recurrence_reference_is_scale_invariant_and_the_same_in_both_forms(tools: Any) -> None:
+    import _bench_methods
+
+    coefficients = coefficient_set("polar-express-1.02")
+    u = torch.randn(2, 12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    plain = tools.recurrence(u, coefficients)
+    assert tools.relative(tools.recurrence(1e-9 * u.mT, coefficients).mT, plain) < 1e-9
+    assert tools.relative(_bench_methods.gram_ns(u, coefficients, torch.float64), plain) < 1e-6
+
+
+def test_inputs_have_the_spectra_they_are_named_for(tools: Any) -> None:
+    group, device = Group(2, 40, 32), torch.device("cpu")
+    values = {}
+    for kind in tools.INPUTS:
+        u = tools.make_input(kind, group, device, 0)
+        assert u.shape == (2, 40, 32) and u.dtype == torch.float32 and u.is_contiguous()
+        values[kind] = torch.linalg.svdvals(u.double())
+    first, last = values["cond1e6"][:, 0], values["cond1e6"][:, -1]
+    assert torch.allclose(first / last, torch.tensor(1e6, dtype=torch.float64), rtol=0.1)
+    assert bool((values["lowrank"][:, 2] < 3e-3).all()) and bool((values["lowrank"][:, 1] > 1).all())
+    assert bool((values["spike"][:, 0] > 300 * values["spike"][:, 1]).all())
+    assert values["tiny"].max() < 1e-7 < 1e6 < values["large"].max()
+
+
+def test_other_projects_results_are_left_out_and_no_layers_have_none(tools: Any, tmp_path: Path) -> None:
+    import _bench_methods
+
+    from dmuon_tune.backends.probe import fingerprint
+    from dmuon_tune.cache import Layers, Store, TuningKey
+    from dmuon_tune.device import Toolchain
+    from dmuon_tune.measurement import Measurement
+    from dmuon_tune.problem import Problem
+
+    device, problem = fingerprint("cpu"), Problem("gram", 1, 8, 8, 8)
+    environ = {"DMUON_TUNE_CACHE_DIR": str(tmp_path)}
+    with Store.open_user(None, environ) as store:
+        for backend in ("quack", "library"):
+            key = TuningKey(problem, f"gram.{backend}", "digest", device, Toolchain(backend, (("x", "1"),)))
+            store.record(key, {}, Measurement("ok", 1.0, 0.9, 1.1, (1.0,)), {})
+
+    def found(layers: type[Layers]) -> set[str]:
+        with layers(environ) as opened:
+            return {entry.key.kernel for _, entry in opened.entries(problem, device)}
+
+    assert found(Layers) == {"gram.quack", "gram.library"}
+    assert found(_bench_methods.OwnLayers) == {"gram.library"}
+    assert found(_bench_methods.NoLayers) == set()
