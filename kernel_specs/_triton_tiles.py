@@ -15,6 +15,7 @@ TILE = (64, 128, 256)
 TILE_K = (32, 64, 128)
 WARP = 32
 ACCUMULATORS = MAX_REGISTERS_PER_THREAD // 2  # a thread's; the rest holds addresses and operands
+STATIC_SMEM_BYTES = 1024  # barriers
 MAX_ELEMENTS = 2**31  # of one matrix, indexed with int32
 BYTES_PER_CYCLE, MULTIPLY_ADDS_PER_CYCLE = 43, 2048  # of an H200's multiprocessor: L2 reads, dense fp16
 
@@ -82,7 +83,7 @@ def smem_bytes(problem: Problem, config: TileConfig) -> int:
     """Upper bound of a program's shared memory: the loads in flight, or the result turned for its mirrored store."""
     pipeline = config.stages * (config.tile_m + config.tile_n) * config.tile_k * ITEM_BYTES[problem.dtype]
     staging = config.tile_m * config.tile_n * ITEM_BYTES[problem.out_dtype]
-    return max(pipeline, staging + staging // 8)
+    return max(pipeline, staging + staging // 8) + STATIC_SMEM_BYTES
 
 
 def illegality(problem: Problem, config: TileConfig, device: DeviceFingerprint, shape: Shape) -> str | None:
