@@ -25,7 +25,7 @@ from ._cutedsl_apply_space import (
 
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16, "float32": Float32}
 PIECE = 64  # columns of the tile finished at a time: 32 accumulators a thread
-UPDATED_ROWS = STAGED_ROWS // 4  # rows that a warpgroup updates at once, 16 bytes of the fp32 product a thread
+VECTOR = 4  # elements of a weight that a thread updates at once: 16 bytes of the fp32 product
 
 
 class ApplyEpilogue:
@@ -65,8 +65,10 @@ class ApplyEpilogue:
             acc.iterator,
             cute.make_layout((PIECE // 2, pieces, self.blocks_m), stride=(1, PIECE // 2, self.tile[1] // 2)),
         )
+        weight, decay, rate = None, None, None
         if cutlass.const_expr(self.updates):
             decay, rate = rates[batch, 0], alpha * rates[batch, 1]
+            weight = self._weight(w[batch])
         for piece in cutlass.range_constexpr(pieces):
             if cutlass.const_expr(self.has_x and not self.pingpong):
                 ring.consumer_wait(read)
@@ -78,7 +80,7 @@ class ApplyEpilogue:
                 if cutlass.const_expr(self.updates):
                     for part in cutlass.range_constexpr(parts):
                         self._update(
-                            value, part, staged, turn + part, w, decay, rate, batch,
+                            value, part, staged, turn + part, weight, decay, rate,
                             row0 + place * 64, col0 + piece * PIECE, group, lane,
                         )
                 else:
@@ -141,37 +143,42 @@ class ApplyEpilogue:
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
+    def _weight(self, address):
+        """A weight in vectors: (element, vector of a row, row)."""
+        return cute.make_tensor(
+            cute.make_ptr(self.out_dtype, address, cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((VECTOR, self.cols // VECTOR, self.rows), stride=(1, VECTOR, self.cols)),
+        )
+
+    @cute.jit
     def _update(
-        self, value, part: cutlass.Constexpr[int], staged, turn: cutlass.Constexpr[int], w, decay, rate, batch,
+        self, value, part: cutlass.Constexpr[int], staged, turn: cutlass.Constexpr[int], weight, decay, rate,
         row0, col0, group, lane,
     ):
-        """W ← decay·W − rate·value for a part of the piece, each element read and written once, 16 bytes of fp32."""
-        width = 4
-        across = self.staged_cols // width
-        weight = cute.make_tensor(
-            cute.make_ptr(self.out_dtype, w[batch], cute.AddressSpace.gmem, assumed_align=16),
-            cute.make_layout((width, self.cols // width, self.rows), stride=(1, width, self.cols)),
-        )
+        """W ← decay·W − rate·value for a part of the piece, each element read and written once."""
+        across = self.staged_cols // VECTOR
+        together = 128 // across  # rows
+        steps = STAGED_ROWS // together
         line, chunk = lane // across, lane % across
-        col = col0 + part * self.staged_cols + chunk * width
-        held = cute.make_rmem_tensor((width, STAGED_ROWS // UPDATED_ROWS), self.out_dtype)
-        for step in cutlass.range_constexpr(STAGED_ROWS // UPDATED_ROWS):
-            row = row0 + step * UPDATED_ROWS + line
-            if row < self.rows and col < self.cols:
-                cute.autovec_copy(weight[(None, col // width, row)], held[(None, step)])
+        row, vector = row0 + line, (col0 + part * self.staged_cols) // VECTOR + chunk
+        held = cute.make_rmem_tensor((VECTOR, steps), self.out_dtype)
+        for step in cutlass.range_constexpr(steps):
+            # Threads outside the matrix read its edge, and store nothing.
+            inside_row = cutlass.min(row + step * together, self.rows - 1)
+            inside_vector = cutlass.min(vector, self.cols // VECTOR - 1)
+            cute.autovec_copy(weight[(None, inside_vector, inside_row)], held[(None, step)])
         buffer = staged[(None, None, group * STAGED_BUFFERS + turn % STAGED_BUFFERS)]
         self._stage(value, part, buffer, lane)
-        self._meet(group)  # the buffer before last was read before this: one meeting a part is enough
-        product = cute.make_rmem_tensor(width, Float32)
-        for step in cutlass.range_constexpr(STAGED_ROWS // UPDATED_ROWS):
-            row = row0 + step * UPDATED_ROWS + line
-            if row < self.rows and col < self.cols:
-                place = cute.local_tile(buffer, (1, width), (step * UPDATED_ROWS + line, chunk))
-                cute.autovec_copy(place[(0, None)], product)
-                updated = decay * held[(None, step)].load().to(Float32) - rate * product.load()
-                result = cute.make_rmem_tensor(width, self.out_dtype)
-                result.store(updated.to(self.out_dtype))
-                cute.autovec_copy(result, weight[(None, col // width, row)])
+        self._meet(group)  # everyone has read the other buffer: one meeting a part is enough
+        product = cute.make_rmem_tensor(VECTOR, Float32)
+        result = cute.make_rmem_tensor(VECTOR, self.out_dtype)
+        for step in cutlass.range_constexpr(steps):
+            place = cute.local_tile(buffer, (1, VECTOR), (step * together + line, chunk))
+            cute.autovec_copy(place[(0, None)], product)
+            updated = decay * held[(None, step)].load().to(Float32) - rate * product.load()
+            result.store(updated.to(self.out_dtype))
+            if row + step * together < self.rows and vector < self.cols // VECTOR:
+                cute.autovec_copy(result, weight[(None, vector, row + step * together)])
 
     @cute.jit
     def _meet(self, group):

@@ -19,7 +19,7 @@ THREADS = 128 * (WARPGROUPS + 1)
 STAGED_ROWS, STAGED_BYTES, STAGED_BUFFERS = 64, 128, 2  # a piece of the result in shared memory, a warpgroup's
 ALIGNMENT_BYTES = 16  # of every stride and address; CUDA driver API, cuTensorMapEncodeTiled
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # a thread, of 3 × 168 (three warpgroups)
-OTHER_REGISTERS = 72  # a thread: addresses, descriptors, pipeline state, a piece of the result
+OTHER_REGISTERS = 40  # a thread: addresses, descriptors, pipeline state, a piece of the result
 MAX_MATRIX_ELEMENTS = 2**31 - 1  # offsets inside one matrix are int32
 SOURCES = (
     __name__,
@@ -38,7 +38,7 @@ class ApplyConfig:
     """
 
     tile_m: int = choice(128, (64, 128, 256))
-    tile_n: int = choice(256, (64, 128, 192, 256))
+    tile_n: int = choice(256, (64, 128, 192, 256, 320))
     stages: int = choice(4, (3, 4, 5, 6))
     schedule: str = choice("cooperative", ("cooperative", "pingpong"))
     cluster_m: int = choice(1, (1, 2))
