@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +48,16 @@ def run_pieces(
     return result
 
 
+@dataclass(frozen=True)
+class Last:
+    """A chain's last product, not launched yet: αQX (+ βX), for ``out`` or any other place of x's shape."""
+
+    q: Tensor
+    x: Tensor
+    out: Tensor
+    scalars: tuple[float, ...]
+
+
 def run(
     form: str, launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
     restarts: Sequence[int],
@@ -55,6 +66,21 @@ def run(
 
     ``y`` is another buffer of x's shape and dtype, ``squares`` are ``SQUARES[form]`` buffers (batch, m, m).
     """
+    last = all_but_last(form, launches, x, y, squares, triples, restarts)
+    launches[last_product(form)](last.q, last.x, last.out, *last.scalars)
+    return last.out
+
+
+def last_product(form: str) -> tuple[str, str]:
+    """(op, epilogue) of the product that ends a chain of this form."""
+    return ("apply", "c" if form == "plain" else "none")
+
+
+def all_but_last(
+    form: str, launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
+    restarts: Sequence[int],
+) -> Last:
+    """:func:`run` up to its last product, which it returns."""
     scale = input_scale(squares[0].shape[-1])
     if form == "plain":
         return _plain(launches, x, y, squares, triples, scale)
@@ -64,7 +90,7 @@ def run(
 def _gram(
     launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
     restarts: Sequence[int], scale: float,
-) -> Tensor:
+) -> Last:
     """R is held as scale²·R until the first restart: Z = bR + cR² takes the scale into b and c, all else is linear."""
     gram, apply = launches["gram", "none"], launches["apply", "none"]
     symmetric = launches["gemm_symmetric", "c"]
@@ -87,20 +113,23 @@ def _gram(
         else:
             symmetric(q, z, q, s, 1.0, a)
             q, s = s, q
-    apply(q, x, y, 1.0 / scale)
-    return y
+    return Last(q, x, y, (1.0 / scale,))
 
 
 def _plain(
     launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple], scale: float
-) -> Tensor:
+) -> Last:
     """The first step takes the scale out."""
     gram, apply = launches["gram", "none"], launches["apply", "c"]
     symmetric = launches["gemm_symmetric", "c"]
     square, polynomial = squares
+    last: Last | None = None
     for a, b, c in triples:
+        if last is not None:
+            apply(last.q, last.x, last.out, *last.scalars)
+            x, y, scale = y, x, 1.0
         gram(x, square, 1.0)
         symmetric(square, square, square, polynomial, c / scale**4, b / scale**2)
-        apply(polynomial, x, y, 1.0 / scale, a / scale)
-        x, y, scale = y, x, 1.0
-    return x
+        last = Last(polynomial, x, y, (1.0 / scale, a / scale))
+    assert last is not None
+    return last
