@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon_tune.backends import backends
+from dmuon_tune.backends import is_peer
 from dmuon_tune.cache import CacheEntry, Layers
 from dmuon_tune.coefficients import CoefficientSet
 from dmuon_tune.device import DeviceFingerprint
@@ -65,12 +65,8 @@ class OwnLayers(Layers):
     """This machine's caches without what other projects' kernels reached."""
 
     def entries(self, problem: Problem | None, device: DeviceFingerprint | None) -> list[tuple[str, CacheEntry]]:
-        peers = {name for name, backend in backends().items() if getattr(backend, "peer", False)}
-        return [
-            (label, entry)
-            for label, entry in super().entries(problem, device)
-            if not peers & {*entry.key.kernel.split(".")}
-        ]
+        found = super().entries(problem, device)
+        return [(label, entry) for label, entry in found if not is_peer(entry.key.toolchain.backend)]
 
 
 def normalized(u: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
@@ -176,6 +172,19 @@ def peer(setting: Setting, group: Group, device: torch.device) -> Calls:
     return Calls(captured, Peer(**fixed), f"version {found}")
 
 
+def dion(setting: Setting, group: Group, device: torch.device) -> Calls:
+    """Dion's symmetric products in Triton, bf16; its autotuner takes minutes where nothing is in Triton's cache."""
+    if setting.coefficients.name != "you" or STEPS != 5:
+        raise Refused(f"has five steps of the YOU coefficients built in, asked {setting.coefficients.name}")
+    try:
+        from dion.newton_schulz_triton import newton_schulz_triton
+    except ModuleNotFoundError:
+        raise Refused("not installed; pip install git+https://github.com/microsoft/dion") from None
+    if device.type != "cuda":
+        raise Refused("runs its kernels on a GPU alone")
+    return Calls(call := lambda u: newton_schulz_triton(u).to(u.dtype), call)
+
+
 def methods(library: str) -> dict[str, tuple[str, Callable[[Setting, Group, torch.device], Calls]]]:
     """Key → (label, maker); ``library`` names the vendor's."""
     return {
@@ -185,6 +194,7 @@ def methods(library: str) -> dict[str, tuple[str, Callable[[Setting, Group, torc
         "gram": (f"Gram NS, {library}", gram),
         "compiled": ("Gram NS, torch.compile", compiled),
         "peer": ("gram-newton-schulz", peer),
+        "dion": ("plain NS, Dion's Triton", dion),
     }
 
 

@@ -59,6 +59,7 @@ UNSEEN = "1x1536x8960,6x640x2560,40x384x1152,1x5120x5120,3x1152x4304,12x256x1024
 PACKAGES = (
     "torch", "triton", "nvidia-cutlass-dsl", "tilelang", "apache-tvm-ffi", "gram-newton-schulz", "quack-kernels",
 )
+METHODS = ("tuned", "untuned", "plain", "gram", "compiled", "peer")  # Dion's takes minutes more
 POLAR_MAX_M = 4096  # a float64 eigendecomposition takes 10 s and more above
 OURS = ("tuned", "untuned")
 COLUMNS = "{:>14} {:<23}" + " {:>9}" * 3 + " {:>9} {:>8} {:>7} {:>10} {:>10}"
@@ -218,18 +219,20 @@ def versions() -> dict[str, str]:
 
 def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
+    groups = parse_shapes(options.shapes + ("," + UNSEEN if options.unseen else ""))
+    coefficients = coefficient_set(options.coefficients)
     device = torch.device(resolve("auto"))
     found = fingerprint(device.type)
     dtype = options.dtype or default_dtype(found.kind)
     ceiling = ceiling_flops(device, getattr(torch, dtype))
     layers = OwnLayers.open() if options.own_only else Layers.open()
-    setting = Setting(coefficient_set(options.coefficients), dtype, layers)
+    setting = Setting(coefficients, dtype, layers)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     print(f"{found.name}, torch {torch.__version__}, chain {dtype}, {options.coefficients}, {date}")
     print(f"ceiling: {ceiling / 1e12:.1f} TFLOP/s")
     print(COLUMNS.format(*HEADER))
     rows: list[dict[str, Any]] = []
-    for group in parse_shapes(options.shapes + ("," + UNSEEN if options.unseen else "")):
+    for group in groups:
         limit_us = chain_flops(group) / ceiling * 1e6
         results = Bench(group, setting, options).run()
         print_rows(group, results, limit_us)
@@ -273,7 +276,8 @@ def main() -> int:
     keys = tuple(methods(""))
     parser.add_argument("--shapes", default=SHAPES, help="BATCHxROWSxCOLS, comma-separated (default: 15 shapes)")
     parser.add_argument("--unseen", action="store_true", help=f"also {UNSEEN}")
-    parser.add_argument("--methods", type=names(keys), default=keys, help=f"some of {','.join(keys)} (default: all)")
+    parser.add_argument("--methods", type=names(keys), default=METHODS,
+                        help=f"some of {','.join(keys)} (default: all but dion)")
     parser.add_argument("--inputs", type=names(INPUTS), default=("gaussian",), help=f"some of {','.join(INPUTS)}")
     parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True, help="compare with float64")
     parser.add_argument("--polar-max", type=int, default=POLAR_MAX_M, metavar="M", help="largest short side for the "

@@ -86,3 +86,8 @@ def backends() -> dict[str, Backend]:
         if hasattr(loaded, "BACKEND"):
             found[loaded.BACKEND.name] = loaded.BACKEND
     return found
+
+
+def is_peer(name: str) -> bool:
+    """Whether the backend of this name holds another project's kernels."""
+    return bool(getattr(backends().get(name), "peer", False))

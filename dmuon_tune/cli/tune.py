@@ -83,10 +83,9 @@ def _check_backends(names: Iterable[str] | None) -> None:
 
 def _gaps(report: TuneReport, asked: tuple[str, ...] | None) -> list[tuple[str, str]]:
     """(Backend, why it cannot run here) of those asked for, or by default of all but other projects' kernels."""
-    from dmuon_tune.backends import backends
+    from dmuon_tune.backends import is_peer
 
-    peers = {name for name, backend in backends().items() if getattr(backend, "peer", False)} - {*(asked or ())}
-    return [(name, reason) for name, reason in report.unavailable.items() if name not in peers]
+    return [(name, reason) for name, reason in report.unavailable.items() if name in (asked or ()) or not is_peer(name)]
 
 
 def _unserved(report: TuneReport, names: Iterable[str]) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from dmuon_tune.backends import is_peer
 from dmuon_tune.cache import CacheEntry
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.space import config_to_dict
@@ -25,6 +26,11 @@ class Contender:
     @property
     def median_us(self) -> float:
         return self.entry.measurement.median_us or math.inf
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether its kernel is another project's."""
+        return is_peer(self.entry.key.toolchain.backend)
 
     @property
     def is_library(self) -> bool:
@@ -48,8 +54,8 @@ def contenders(
 
 
 def winner(among: Iterable[Contender]) -> CacheEntry | None:
-    """The smallest median; a tie goes to the library, an untuned configuration, less shared memory, the lexically
-    first kernel and configuration. None without contenders."""
+    """The smallest median; a tie goes to the library, one of this project's kernels, an untuned configuration, less
+    shared memory, the lexically first kernel and configuration. None without contenders."""
     entrants = list(among)
     if not entrants:
         return None
@@ -58,8 +64,10 @@ def winner(among: Iterable[Contender]) -> CacheEntry | None:
     return min(tied, key=_preference).entry
 
 
-def _preference(contender: Contender) -> tuple[bool, bool, float, str, str]:
+def _preference(contender: Contender) -> tuple[bool, bool, bool, float, str, str]:
     entry = contender.entry
     smem_bytes = float(entry.measurement.resources.get("smem_bytes", math.inf))
     config = json.dumps(entry.config, sort_keys=True)
-    return not contender.is_library, not contender.is_untuned, smem_bytes, entry.key.kernel, config
+    return (
+        not contender.is_library, contender.is_peer, not contender.is_untuned, smem_bytes, entry.key.kernel, config,
+    )

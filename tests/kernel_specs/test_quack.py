@@ -14,10 +14,13 @@ import pytest
 import torch
 
 from dmuon_tune.backends import backends
+from dmuon_tune.cache import CacheEntry, TuningKey
 from dmuon_tune.cli.tune import _gaps
-from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.device import DeviceFingerprint, Toolchain
 from dmuon_tune.kernel_specs import kernel, ops
 from dmuon_tune.kernel_specs._quack import QuackConfig
+from dmuon_tune.measure.winners import Contender, winner
+from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.search.schedule import usable_kernels
 
@@ -109,6 +112,17 @@ def test_tuning_warns_of_its_absence_only_where_it_was_asked_for() -> None:
     report: Any = SimpleNamespace(unavailable={"cutedsl": "why", "quack": "why too"})
     assert _gaps(report, None) == [("cutedsl", "why")]
     assert _gaps(report, ("library", "quack")) == [("cutedsl", "why"), ("quack", "why too")]
+
+
+def test_a_tie_goes_to_this_projects_kernel() -> None:
+    def contender(backend: str, median_us: float, untuned: bool) -> Contender:
+        key = TuningKey(problem(), f"gram.{backend}", "digest", H200, Toolchain(backend, ()))
+        return Contender(CacheEntry(key, {}, Measurement.from_samples([median_us], 0.0, {}), "", {}), untuned)
+
+    ours, theirs = contender("tilelang", 10.1, False), contender("quack", 10.0, True)
+    assert theirs.is_peer and not ours.is_peer
+    assert winner([theirs, ours]) == ours.entry
+    assert winner([contender("quack", 9.0, False), ours]) != ours.entry
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,21 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The program as a module, with caches of its own."""
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """The program as a module, with caches of its own; one thread, as many wait long for each other on a busy machine.
+    """
     monkeypatch.syspath_prepend(str(TOOLS))
     monkeypatch.setenv("DMUON_TUNE_CACHE_DIR", str(tmp_path / "cache"))
+    import _bench_timing
     import bench_ns
 
+    monkeypatch.setattr(_bench_timing, "WINDOW_US", 500.0)
+    monkeypatch.setattr(_bench_timing, "CEILING_ORDER", {"cpu": 64})
     monkeypatch.setattr(bench_ns, "resolve", lambda device: "cpu")
-    return bench_ns
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield bench_ns
+    torch.set_num_threads(threads)
 
 
 def run(tools: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
