@@ -80,6 +80,7 @@ class Bench:
         self.calls: dict[str, Calls] = {}
         self.results: dict[str, dict[str, Any]] = {}
 
+    @torch.no_grad()  # all along: torch.compile compiles anew where the mode changes
     def run(self) -> dict[str, dict[str, Any]]:
         """Method → figures; ``failed`` (all) or ``graph_failed``, ``eager_failed`` say why some are missing."""
         makers = methods("cuBLAS" if self.device.type == "cuda" else "BLAS")
@@ -112,14 +113,14 @@ class Bench:
     def _time(self, u: torch.Tensor) -> None:
         replays: dict[str, Callable[[], None]] = {}
         for key, calls in self.calls.items():
-            with guarded(self.results[key], "graph_failed"), torch.no_grad():
+            with guarded(self.results[key], "graph_failed"):
                 replays[key] = graph_of(lambda call=calls.captured: call(u))
         for key, figures in interleaved(replays).items():
             self.results[key] |= figures
         replays.clear()
         if self.device.type == "cuda":
             for key, calls in self.calls.items():
-                with guarded(self.results[key], "eager_failed"), torch.no_grad():
+                with guarded(self.results[key], "eager_failed"):
                     self.results[key] |= eager(lambda call=calls.eager: call(u))
 
 
