@@ -112,7 +112,7 @@ def _ours(setting: Setting, layers: Layers, group: Group, device: torch.device) 
     """The runtime twice where it replays graphs by itself: a graph of a replay cannot be captured."""
     fixed = {
         "coefficients": setting.coefficients, "steps": STEPS, "restarts": RESTARTS, "dtype": setting.dtype,
-        "layers": layers,
+        "layers": layers, "on_miss": "heuristic",
     }
     logging.getLogger("dmuon_tune.runtime").setLevel(logging.ERROR)  # what is untuned stands in the note
     if "graphs" in inspect.signature(GramNewtonSchulz).parameters:
