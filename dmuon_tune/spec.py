@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -112,10 +112,15 @@ class KernelSpec:
 
     def digest(self) -> str:
         """SHA-256 of the code of ``sources``: comments, docstrings and formatting do not change it."""
-        sha = hashlib.sha256()
-        for module in self.sources:
-            sha.update(module.encode() + b"\0" + _code_of(module).encode() + b"\0")
-        return sha.hexdigest()
+        return digest_of(self.sources)
+
+
+def digest_of(modules: Iterable[str]) -> str:
+    """SHA-256 of modules' names and code: comments, docstrings and formatting do not change it."""
+    sha = hashlib.sha256()
+    for module in modules:
+        sha.update(module.encode() + b"\0" + _code_of(module).encode() + b"\0")
+    return sha.hexdigest()
 
 
 def _code_of(module: str) -> str:

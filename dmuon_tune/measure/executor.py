@@ -17,7 +17,7 @@ from typing import Any
 from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.measurement import Measurement
 
-from .job import LOG_CHARS, Job
+from .job import LOG_CHARS, AnyJob, Job
 
 __all__ = ["Executor", "Job", "default_workers"]
 
@@ -82,7 +82,7 @@ class Executor:
     def has_room(self) -> bool:
         return len(self._busy) < self.capacity
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: AnyJob) -> None:
         """Start a job; RuntimeError where no worker is free."""
         if not self.has_room:
             raise RuntimeError("every worker is busy; wait() first")
@@ -92,7 +92,7 @@ class Executor:
         self._busy.append(worker)
         worker.begin(job)
 
-    def wait(self, timeout_s: float | None = None) -> tuple[Job, Measurement] | None:
+    def wait(self, timeout_s: float | None = None) -> tuple[AnyJob, Measurement] | None:
         """The next job that ends, or None after ``timeout_s`` seconds. DmuonTuneError where no worker can start."""
         if not self._busy:
             raise RuntimeError("no job is under way")
@@ -107,7 +107,7 @@ class Executor:
             if end is not None and time.monotonic() >= end:
                 return None
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Measurement]]:
+    def run(self, jobs: Iterable[AnyJob]) -> Iterator[tuple[AnyJob, Measurement]]:
         """Every job's outcome, in the order in which they end; ``jobs`` is read only as workers become free."""
         remaining = iter(jobs)
         exhausted = False
@@ -123,7 +123,7 @@ class Executor:
             if outcome is not None:
                 yield outcome
 
-    def _retire(self, worker: _Worker, measurement: Measurement) -> Job:
+    def _retire(self, worker: _Worker, measurement: Measurement) -> AnyJob:
         self._busy.remove(worker)
         job = worker.end()
         # A failed launch may leave a CUDA context in which every later call fails too.
@@ -152,7 +152,7 @@ class _Worker:
             start_new_session=True,  # its compilers die with it, and Ctrl-C reaches the parent alone
         )
         child.close()
-        self._job: Job | None = None
+        self._job: AnyJob | None = None
         self._phase = "starting"
         self._since = time.monotonic()
 
@@ -160,7 +160,7 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: AnyJob) -> None:
         self._job = job
         self._output.truncate(0)
         if self._phase != "starting":
@@ -170,7 +170,7 @@ class _Worker:
         except OSError:
             pass  # it died while idle: advance() finds the pipe's end
 
-    def end(self) -> Job:
+    def end(self) -> AnyJob:
         if self._job is None:
             raise RuntimeError("this worker has no job")
         job, self._job = self._job, None

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from dmuon_tune.backends import CompiledKernel
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, ops
@@ -24,8 +23,9 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.space import config_from_dict
 
 from .build import compile_kernel
+from .chain import BoundChain, check_and_time
 from .device_lock import device_lock
-from .job import LOG_CHARS, Job
+from .job import LOG_CHARS, AnyJob, ChainJob, Job
 from .timing import time_launch
 from .verify import verify
 
@@ -41,7 +41,7 @@ def main(pipe: int, parent: int) -> None:
     connection.send(("ready", None))
     while True:
         try:
-            job: Job = connection.recv()
+            job: AnyJob = connection.recv()
         except (EOFError, OSError):
             return
         measurement = measure(job, lambda phase: connection.send(("phase", phase)))
@@ -58,9 +58,9 @@ def _die_with(parent: int) -> None:
         sys.exit(1)
 
 
-def measure(job: Job, report: Report) -> Measurement:
-    """Build, check and time one configuration. On a CPU all of it holds the device's lock, because a compilation
-    would disturb another process's timing; on a GPU only the launches do."""
+def measure(job: AnyJob, report: Report) -> Measurement:
+    """Build, check and time one configuration or one chain. On a CPU all of it holds the device's lock, because a
+    compilation would disturb another process's timing; on a GPU only the launches do."""
     device = _enter(job.device)
     with ExitStack() as held:
         if device.kind == "cpu":
@@ -69,17 +69,24 @@ def measure(job: Job, report: Report) -> Measurement:
         report("compiling")
         begin = time.perf_counter()
         try:
-            spec = kernel(job.kernel_name)
-            config = config_from_dict(spec.Config, job.config)
-            compiled = compile_kernel(spec, job.problem, config, device)
+            subject, resources = _build(job, device, report)
         except (Exception, SystemExit):
             return Measurement("compile_error", log=_traceback())
-        resources = {**compiled.resources, "compile_s": round(time.perf_counter() - begin, 3)}
+        resources = {**resources, "compile_s": round(time.perf_counter() - begin, 3)}
         if device.kind == "cuda":
             report("waiting")
             held.enter_context(device_lock(job.device))
         report("running")
-        return _launch_and_time(job, compiled, resources, device)
+        return _launch(job, subject, resources, device)
+
+
+def _build(job: AnyJob, device: DeviceFingerprint, report: Report) -> tuple[Any, dict[str, Any]]:
+    """(what runs, its resources): a product's launch or a whole chain."""
+    if isinstance(job, ChainJob):
+        return BoundChain(job.recipe, device, job.device, lambda: report("compiling")), {}
+    spec = kernel(job.kernel_name)
+    compiled = compile_kernel(spec, job.problem, config_from_dict(spec.Config, job.config), device)
+    return compiled.launch, compiled.resources
 
 
 def _enter(device: str) -> DeviceFingerprint:
@@ -92,28 +99,34 @@ def _enter(device: str) -> DeviceFingerprint:
     return found
 
 
-def _launch_and_time(
-    job: Job, compiled: CompiledKernel, resources: dict[str, Any], device: DeviceFingerprint
+def _launch(
+    job: AnyJob, subject: Any, resources: dict[str, Any], device: DeviceFingerprint
 ) -> Measurement:
     try:
-        op = ops()[job.problem.op]
-        verdict = verify(compiled.launch, op, job.problem, job.device, job.seed)
-        if verdict.failure:
-            measurement = Measurement(
-                "wrong_result", max_rel_err=verdict.max_rel_err, resources=resources, log=verdict.failure
-            )
+        if isinstance(job, ChainJob):
+            measurement = check_and_time(subject, job, resources)
         else:
-            timing = time_launch(compiled.launch, op, job.problem, job.device, device, job.seed)
-            resources = {**resources, "launches_per_window": timing.launches, "rotating_sets": timing.sets}
-            if timing.contended:
-                resources["contended"] = True
-            measurement = Measurement.from_samples(timing.samples_us, verdict.max_rel_err or 0.0, resources)
+            measurement = _verify_and_time(job, subject, resources, device)
     except (Exception, SystemExit):
         return Measurement("launch_error", resources=resources, log=_traceback())
     gc.collect()
     if device.kind == "cuda":
         torch.cuda.empty_cache()
     return measurement
+
+
+def _verify_and_time(
+    job: Job, launch: Callable[..., Any], resources: dict[str, Any], device: DeviceFingerprint
+) -> Measurement:
+    op = ops()[job.problem.op]
+    verdict = verify(launch, op, job.problem, job.device, job.seed)
+    if verdict.failure:
+        return Measurement("wrong_result", max_rel_err=verdict.max_rel_err, resources=resources, log=verdict.failure)
+    timing = time_launch(launch, op, job.problem, job.device, device, job.seed)
+    resources = {**resources, "launches_per_window": timing.launches, "rotating_sets": timing.sets}
+    if timing.contended:
+        resources["contended"] = True
+    return Measurement.from_samples(timing.samples_us, verdict.max_rel_err or 0.0, resources)
 
 
 def _traceback() -> str:

@@ -1,0 +1,178 @@
+"""A whole chain: a recipe's form, pieces and kernels, compiled, checked and timed together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon_tune import chains
+from dmuon_tune.cache import ChainKey
+from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, coefficient_set
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Recipe
+from dmuon_tune.space import config_from_dict, config_json
+from dmuon_tune.spec import digest_of
+
+from .build import compile_kernel
+from .job import ChainJob
+from .timing import time_warm
+
+MORE_ERROR = 1.1  # times the polar error of the plain form by the library on the same input
+MOST_SAMPLES = 3  # different matrices in a batch; odd, so that no piece begins where the samples do
+ALONE_FROM_M = 2048  # from here on a sample's float64 eigenvalues take a second: one for the whole batch
+COMPILED = 64  # launches that a process keeps for the next chain, most of which differ in one product
+
+
+@cache
+def _code_digest() -> str:
+    return digest_of((chains.__name__,))
+
+
+def chain_key(recipe: Recipe, device: DeviceFingerprint) -> ChainKey:
+    """The key of a chain's results: the recipe, its kernels' keys, the code that runs them, and the device."""
+    return ChainKey(recipe, _code_digest(), device)
+
+
+class BoundChain:
+    """A recipe's compiled launches on one device, with the buffers that they work on.
+
+    ``compiling`` is called before each compilation. Raises whatever a DSL raises.
+    """
+
+    def __init__(
+        self, recipe: Recipe, fingerprint: DeviceFingerprint, device: str, compiling: Callable[[], None]
+    ) -> None:
+        self.recipe = recipe
+        self._launches: dict[int, dict[tuple[str, str], Callable[..., Any]]] = {}
+        for pick in recipe.picks:
+            compiling()
+            problem = pick.problem
+            config = config_from_dict(kernel(pick.kernel).Config, pick.config)
+            launch = _compiled(pick.kernel, problem, config_json(config), fingerprint)
+            self._launches.setdefault(problem.batch, {})[problem.op, problem.epilogue] = launch
+        group, dtype = recipe.group, getattr(torch, recipe.dtype)
+        most = max(recipe.pieces)
+
+        def empty(batch: int, rows: int, cols: int) -> Tensor:
+            return torch.full((batch, rows, cols), math.nan, dtype=dtype, device=device)
+
+        self.x, self.y = (empty(group.batch, group.rows, group.cols) for _ in range(2))
+        self._squares = [empty(most, group.m, group.m) for _ in range(chains.SQUARES[recipe.form])]
+        self._set = coefficient_set(DEFAULT_COEFFICIENTS)
+        self._triples = self._set.take(recipe.steps)
+        self._coefficients = torch.tensor(self._triples, dtype=torch.float32, device=device)
+
+    def load(self, samples: Tensor) -> None:
+        """Fill the batch with the samples in turn, and what a launch must write with NaN."""
+        self.x.copy_(samples[torch.arange(len(self.x), device=self.x.device) % len(samples)])
+        for buffer in (self.y, *self._squares):
+            buffer.fill_(math.nan)
+
+    def __call__(self) -> Tensor:
+        """The polar factors of ``x``, which then holds something else; they are the next call's x."""
+        result = chains.run_pieces(
+            self.recipe.form, self._launches, self.recipe.pieces, self.x, self.y, self._squares, self._triples,
+            self.recipe.restarts, self._coefficients, self._set.norm_factor,
+        )
+        if result is self.y:
+            self.x, self.y = self.y, self.x
+        return result
+
+
+@lru_cache(COMPILED)
+def _compiled(name: str, problem: Problem, config: str, fingerprint: DeviceFingerprint) -> Callable[..., Any]:
+    spec = kernel(name)
+    return compile_kernel(spec, problem, config_from_dict(spec.Config, json.loads(config)), fingerprint).launch
+
+
+def check_and_time(bound: BoundChain, job: ChainJob, resources: dict[str, Any]) -> Measurement:
+    """Run the chain twice on buffers full of NaN, hold it against the exact polar factors, then time it warm."""
+    recipe = bound.recipe
+    group = recipe.group
+    samples = min(group.batch, 1 if group.m >= ALONE_FROM_M else MOST_SAMPLES)
+    yardstick = _yardstick((samples, group.rows, group.cols), recipe.dtype, recipe.steps, job.device)
+    results = []
+    for _ in range(2):
+        bound.load(yardstick.x)
+        results.append(bound().clone())
+    failure, error = "", math.nan
+    if not bool(results[0].isfinite().all()):
+        failure = "the result is not finite or was not written"
+    else:
+        error = _polar_error(results[0], yardstick.polar)
+        if error > yardstick.allowed:
+            failure = f"polar error {error:.3g} > {yardstick.allowed:.3g}, {MORE_ERROR} of the plain form's"
+        elif not torch.equal(*results):
+            failure = "two runs on the same inputs differ"
+    if failure:
+        found = None if math.isnan(error) else error
+        return Measurement("wrong_result", max_rel_err=found, resources=resources, log=failure)
+    del results
+    timing = time_warm(bound, job.device)
+    resources = {**resources, "launches_per_window": timing.launches, "warm": True}
+    if timing.contended:
+        resources["contended"] = True
+    return Measurement.from_samples(timing.samples_us, error, resources)
+
+
+@dataclass(frozen=True)
+class _Yardstick:
+    """``x``: samples as chains take them; ``polar``: their polar factors, fp32; ``allowed``: a chain's polar error."""
+
+    x: Tensor
+    polar: Tensor
+    allowed: float
+
+
+@lru_cache(1)
+def _yardstick(shape: tuple[int, int, int], dtype: str, steps: int, device: str) -> _Yardstick:
+    """The same Gaussian samples for every chain of a group, so that what is costly is computed once a process."""
+    rng = torch.Generator(device).manual_seed(0)
+    u = torch.randn(shape, device=device, generator=rng)
+    known = coefficient_set(DEFAULT_COEFFICIENTS)
+    scale = chains.input_scale(min(shape[1:]))
+    x = u * (scale / (known.norm_factor * torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True)))
+    polar = torch.stack([_polar(sample) for sample in u])
+    rounded = torch.float16 if dtype == "float32" else getattr(torch, dtype)
+    plain = torch.stack([_plain(sample.to(rounded), known.take(steps), scale) for sample in x])
+    return _Yardstick(x.to(getattr(torch, dtype)), polar, MORE_ERROR * _polar_error(plain, polar))
+
+
+def _polar(u: Tensor) -> Tensor:
+    """(UUᵀ)^(-1/2) U of one matrix, in float64, rounded to fp32."""
+    wide = (u if u.shape[0] <= u.shape[1] else u.mT).double()
+    values, vectors = torch.linalg.eigh(wide @ wide.mT)
+    roots = values.clamp_min(float(values.max()) * torch.finfo(torch.float64).eps).rsqrt()
+    polar = ((vectors * roots) @ (vectors.mT @ wide)).float()
+    return polar if u.shape[0] <= u.shape[1] else polar.mT
+
+
+def _plain(x: Tensor, triples: Sequence[chains.Triple], scale: float) -> Tensor:
+    """The plain form of one matrix: products of x's dtype accumulated in fp32, each result rounded once."""
+    wide = x if x.shape[0] <= x.shape[1] else x.mT
+    for a, b, c in triples:
+        square = (wide.float() @ wide.float().mT).to(x.dtype).float()
+        polynomial = (b / scale**2 * square + c / scale**4 * (square @ square)).to(x.dtype).float()
+        wide = (a / scale * wide.float() + polynomial / scale @ wide.float()).to(x.dtype)
+        scale = 1.0
+    return wide if x.shape[0] <= x.shape[1] else wide.mT
+
+
+def _polar_error(result: Tensor, polar: Tensor) -> float:
+    """The largest ‖Y − polar‖_F / ‖polar‖_F of a batch that holds the samples' results in turn."""
+    errors = [
+        torch.linalg.vector_norm(result[place :: len(polar)].float() - exact, dim=(-2, -1)).max()
+        / torch.linalg.vector_norm(exact)
+        for place, exact in enumerate(polar)
+    ]
+    return float(torch.stack(errors).max())
