@@ -11,12 +11,11 @@ from dmuon_tune.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_BLOCK, Dev
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
 
-EPILOGUE_COLS = 32  # columns of a tile staged through shared memory at a time: 64-byte lines for direct stores
-PAD = 8  # elements: keeps 16-byte alignment and turns stmatrix's eight rows to different banks
+CHUNK = 64  # rows and columns of what a warpgroup stores at a time: one 128-byte swizzled line a row
 RESERVED_SMEM_BYTES = 1024  # CUDA C++ Programming Guide, compute capability 9.0: taken by the system from every block
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # a thread, of 3 × 168 (three warpgroups)
-MAX_ACCUMULATORS = 128  # a thread; more of them spill beside the epilogue's rounded copy
-OTHER_REGISTERS = 72  # a thread: addresses, descriptors, pipeline state, the epilogue's vectors
+# A thread of the producer's warpgroup and of a consumer's, by number of consumers: parts of 512 for each lane.
+REGISTERS = {2: (40, 232), 3: (32, 160)}
+OTHER_REGISTERS = 40  # a thread: addresses, descriptors, pipeline state; a chunk's values take those of done products
 SOURCES = (__name__, f"{__package__}._cutedsl_symmetric", f"{__package__}._cutedsl_epilogue")
 MAX_MATRIX_ELEMENTS = 2**31 - 1  # offsets inside one matrix are int32
 
@@ -25,42 +24,56 @@ MAX_MATRIX_ELEMENTS = 2**31 - 1  # offsets inside one matrix are int32
 class SymmetricConfig:
     """``tile_m``×``tile_n`` of the result a step, ``tile_k`` of the inner axis a stage.
 
-    ``warpgroups`` share a tile's rows; ``group`` tile rows are walked together, which keeps their operands in L2;
-    ``blocks_per_sm`` are resident at once.
+    ``warpgroups`` share a tile's rows, or (``pingpong``) take whole tiles in turn, so that one stores while the other
+    multiplies; ``group`` tile rows are walked together, which keeps their operands in L2; ``blocks_per_sm`` are
+    resident at once. ``buffers`` chunks of a result are on their way to memory at once. ``cluster`` blocks work on
+    tiles one below the other and share their columns' operand by multicast; ``split`` blocks share one tile's k.
     """
 
-    tile_m: int = choice(128, (64, 128, 256))
+    tile_m: int = choice(128, (64, 128, 192, 256))
     tile_n: int = choice(128, (64, 128, 192, 256))
     tile_k: int = choice(64, (64, 128))
     stages: int = choice(4, (2, 3, 4, 5, 6))
-    warpgroups: int = choice(2, (1, 2))
+    warpgroups: int = choice(2, (1, 2, 3))
     group: int = choice(8, (1, 4, 8))
     blocks_per_sm: int = choice(1, (1, 2))
+    pingpong: bool = choice(False, (False, True))
+    buffers: int = choice(1, (1, 2))
+    cluster: int = choice(1, (1, 2))
+    split: int = choice(1, (1, 2, 3, 4))
 
 
-def epilogue_rows(config: SymmetricConfig) -> int:
-    return 64 * config.warpgroups
+def tile_warpgroups(config: SymmetricConfig) -> int:
+    """Warpgroups that work on one tile."""
+    return 1 if config.pingpong else config.warpgroups
+
+
+def accumulators(config: SymmetricConfig) -> int:
+    """fp32 accumulators a thread."""
+    return config.tile_m * config.tile_n // (128 * tile_warpgroups(config))
 
 
 def threads(config: SymmetricConfig) -> int:
-    """The consumers and the producer: a warp beside one warpgroup, a warpgroup (giving registers up) beside two."""
-    return 160 if config.warpgroups == 1 else 384
+    """The consumers and what loads for them: two warps beside one warpgroup, else a warpgroup of few registers."""
+    return 192 if config.warpgroups == 1 else 128 * (config.warpgroups + 1)
 
 
 def registers(config: SymmetricConfig) -> int:
     """Registers a consumer thread may have: a multiprocessor's four parts hold 512 a lane for their warps."""
     if config.warpgroups > 1:
-        return CONSUMER_REGISTERS if config.blocks_per_sm == 1 else 0
+        return REGISTERS[config.warpgroups][1] if config.blocks_per_sm == 1 else 0
     warps = -(-config.blocks_per_sm * threads(config) // 128)
     return min(MAX_REGISTERS_PER_THREAD, REGISTERS_PER_BLOCK // 128 // warps // 8 * 8)
 
 
+def ring_bytes(config: SymmetricConfig) -> int:
+    return config.stages * (config.tile_m + config.tile_n) * config.tile_k * 2
+
+
 def smem_bytes(config: SymmetricConfig) -> int:
-    """Shared memory of a block: the stages, the epilogue's two buffers (16-bit elements), two barriers a stage."""
-    stages = config.stages * (config.tile_m + config.tile_n) * config.tile_k * 2
-    rows = epilogue_rows(config)
-    direct, mirror = rows * (EPILOGUE_COLS + PAD) * 2, EPILOGUE_COLS * (rows + PAD) * 2
-    return stages + direct + mirror + 16 * config.stages
+    """Shared memory of a block: the stages, each warpgroup's chunks and their mirror images, the barriers."""
+    chunks = config.warpgroups * config.buffers
+    return ring_bytes(config) + chunks * 2 * CHUNK * CHUNK * 2 + 16 * (config.stages + chunks)
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
@@ -77,27 +90,52 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
     if extent % 8:
         rule = f"in {problem.layout} layout {contiguous} must be a multiple of 8, not {extent}"
         return f"TMA reads rows of whole 16 bytes: {rule}"
+    if problem.has_c and problem.m % 8:
+        return f"TMA reads rows of whole 16 bytes: m must be a multiple of 8 beside a c, not {problem.m}"
     if problem.m * max(problem.m, problem.k) > MAX_MATRIX_ELEMENTS:
         return f"one matrix has more than {MAX_MATRIX_ELEMENTS} elements"
     return None
 
 
 def illegality(problem: Problem, config: SymmetricConfig, device: DeviceFingerprint) -> str | None:
-    if config.tile_m % (64 * config.warpgroups):
+    return _block_limits(config, device) or _schedule_limits(problem, config, device)
+
+
+def _block_limits(config: SymmetricConfig, device: DeviceFingerprint) -> str | None:
+    """What a block of this shape cannot be, whatever it multiplies."""
+    if config.pingpong and config.warpgroups != 2:
+        return f"warpgroups take turns in pairs, not {config.warpgroups}"
+    if config.tile_m % (64 * tile_warpgroups(config)):
         return f"{config.warpgroups} warpgroups take 64 rows each: tile_m {config.tile_m} is no multiple of that"
-    accumulators = config.tile_m * config.tile_n // (128 * config.warpgroups)
-    if accumulators > MAX_ACCUMULATORS:
-        return f"{accumulators} accumulators a thread exceed {MAX_ACCUMULATORS}"
-    if accumulators + OTHER_REGISTERS > registers(config):
-        return f"{accumulators} accumulators do not fit in the {registers(config)} registers a thread has"
+    if accumulators(config) + OTHER_REGISTERS > registers(config):
+        return f"{accumulators(config)} accumulators do not fit in the {registers(config)} registers a thread has"
     needed, limit = smem_bytes(config), device.smem_per_block_bytes
     if needed > limit:
         return f"{needed} bytes of shared memory exceed the block's {limit}"
     if config.blocks_per_sm * (needed + RESERVED_SMEM_BYTES) > limit + RESERVED_SMEM_BYTES:
         return f"{config.blocks_per_sm} blocks of {needed} bytes of shared memory do not fit on one multiprocessor"
-    if config.stages > 2 and (config.stages - 1) * config.tile_k >= problem.k + config.tile_k:
+    if config.split > 1 and (config.pingpong or config.cluster > 1):
+        return "blocks that share a tile's k take one tile each and share nothing else"
+    if config.split > 1 and config.tile_m * config.tile_n * 4 > ring_bytes(config):
+        return f"the stages' {ring_bytes(config)} bytes do not hold a tile's partial sums"
+    return None
+
+
+def _schedule_limits(problem: Problem, config: SymmetricConfig, device: DeviceFingerprint) -> str | None:
+    """What is pointless for this problem: another configuration does the same."""
+    k_tiles = -(-problem.k // config.tile_k)
+    if config.stages > 2 and (config.stages - 1) * config.tile_k >= problem.k // config.split + config.tile_k:
         return f"{config.stages} stages of {config.tile_k} are more than k {problem.k} fills"
-    if config.group > 1 and config.group // 2 * config.tile_m >= problem.m:
+    if config.split > 1 and k_tiles < 2 * config.split:
+        return f"k {problem.k} has too few tiles of {config.tile_k} for {config.split} blocks"
+    tiles = problem.batch * tile_count(problem.m, config.tile_m * config.cluster, config.tile_n) * config.cluster
+    if config.split > 1 and tiles * config.split > 2 * device.sm_count * config.blocks_per_sm:
+        return f"{tiles} tiles fill the device without a split of k"
+    if config.pingpong and tiles <= device.sm_count:
+        return f"{tiles} tiles leave nothing to take turns with"
+    if config.cluster > 1 and problem.m <= config.tile_m:
+        return f"m {problem.m} is one tile high: no block to share columns with"
+    if config.group > 1 and config.group // 2 * config.tile_m * config.cluster >= problem.m:
         return f"a group of {config.group} tile rows is no different from a smaller one at m {problem.m}"
     return None
 

@@ -8,14 +8,17 @@ from math import lcm
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.utils import LayoutEnum, SmemAllocator
 from cutlass.utils import hopper_helpers as hopper
 
 from dmuon_tune.problem import Problem
 
-from ._cutedsl_epilogue import DTYPES, SymmetricEpilogue
-from ._cutedsl_space import CONSUMER_REGISTERS, PRODUCER_REGISTERS, SymmetricConfig, smem_bytes, threads
+from ._cutedsl_epilogue import DTYPES, FIRST_BARRIER, VALUES, SymmetricEpilogue
+from ._cutedsl_space import CHUNK, REGISTERS, SymmetricConfig, smem_bytes, threads
 
 
 class Program:
@@ -45,8 +48,8 @@ def _tensor(dtype: str, shape: tuple[int, ...]):
 class SymmetricProduct(SymmetricEpilogue):
     """D = α·A·Bᵀ + β·C + γ·I for one problem and configuration, D symmetric, all extents fixed at compile time.
 
-    One block per SM slot walks the tiles that touch the lower triangle: one producer warp fills a ring of
-    shared-memory stages by TMA, the consumer warpgroups multiply and store each tile and its mirror image.
+    Clusters of blocks walk the tiles that touch the lower triangle. In a block one warp fills a ring of shared-memory
+    stages by TMA and one warp for each consumer warpgroup brings C's chunks; the consumers multiply and store.
     """
 
     def __init__(self, problem: Problem, config: SymmetricConfig, blocks: int) -> None:
@@ -55,15 +58,18 @@ class SymmetricProduct(SymmetricEpilogue):
         self.tile_k, self.stages = config.tile_k, config.stages
         self.threads, self.blocks_per_sm = threads(config), config.blocks_per_sm
         self.smem_bytes = smem_bytes(config)
-        # setmaxnreg needs a whole producer warpgroup; one spare warp beside one consumer group costs no registers.
-        self.moves_registers = config.warpgroups > 1
+        # setmaxnreg needs a whole producer warpgroup; two spare warps beside one consumer group cost no registers.
+        self.registers = REGISTERS.get(config.warpgroups)
         self.k_tiles = -(-self.k // config.tile_k)
+        self.cluster, self.blocks_together = config.cluster, config.cluster * config.split
         self._plan_tiles(config.group)
-        self.grid = min(self.tiles * self.batch, blocks)
+        # Blocks that split k lend their ring to the exchange of sums, so they take one tile only.
+        walkers = self.tiles * self.batch if config.split > 1 else blocks // self.blocks_together
+        self.walkers = min(self.tiles * self.batch, walkers)
 
     def _plan_tiles(self, group: int) -> None:
-        """Rows of tiles are walked in groups: a group's full rectangle column by column, then its jagged end."""
-        tile_m, tile_n = self.tile
+        """Rows of (a cluster's) tiles are walked in groups: a group's rectangle by columns, then its jagged end."""
+        tile_m, tile_n = self.tile[0] * self.cluster, self.tile[1]
         period = lcm(tile_m, tile_n) // tile_m
         self.group = -(-group // period) * period
         self.group_cols = self.group * tile_m // tile_n
@@ -118,25 +124,46 @@ class SymmetricProduct(SymmetricEpilogue):
         b_smem = _operand_layout(major, (tile_n, tile_k), self.dtype, self.stages)
         mode = major.sm90_mma_major_mode()
         tiled_mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, mode, mode, Float32, (self.warpgroups, 1, 1), tiler_mn=(64, tile_n)
+            self.dtype, self.dtype, mode, mode, Float32, (self.tile_warpgroups, 1, 1), tiler_mn=(64, tile_n)
+        )
+        chunk_mma = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, mode, mode, Float32, (1, 1, 1), tiler_mn=(CHUNK, CHUNK)
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
+        share = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         a_view, b_view = cute.make_tensor(a.iterator, operand), cute.make_tensor(b.iterator, operand)
         a_atom, a_tma = cpasync.make_tiled_tma_atom(
             load, a_view, cute.slice_(a_smem, (None, None, 0)), (tile_m, tile_k)
         )
         b_atom, b_tma = cpasync.make_tiled_tma_atom(
-            load, b_view, cute.slice_(b_smem, (None, None, 0)), (tile_n, tile_k)
+            share, b_view, cute.slice_(b_smem, (None, None, 0)), (tile_n, tile_k), num_multicast=self.cluster
         )
-        self._kernel(a_atom, a_tma, b_atom, b_tma, c, d, alpha, beta, gamma, tiled_mma, a_smem, b_smem).launch(
-            grid=[self.grid, 1, 1],
+        c_atom, c_tma = self._chunk_copy(load, c, self.dtype) if self.has_c else (None, None)
+        self.swizzle = self._chunk_layout(self.out_dtype).inner
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        d_atom, d_tma = self._chunk_copy(store, d, self.out_dtype) if self.tma_rows else (None, None)
+        self._kernel(
+            a_atom, a_tma, b_atom, b_tma, c_atom, c_tma, d_atom, d_tma, d, alpha, beta, gamma, tiled_mma, chunk_mma,
+            a_smem, b_smem,
+        ).launch(
+            grid=[self.walkers * self.blocks_together, 1, 1],
             block=[self.threads, 1, 1],
+            cluster=[self.blocks_together, 1, 1] if self.blocks_together > 1 else None,
             max_number_threads=[self.threads * self.blocks_per_sm, 1, 1],  # caps the registers
             min_blocks_per_mp=1,
             smem=self.smem_bytes,  # the DSL warns where it allocates more; the tests turn that into an error
             use_pdl=True,
             stream=stream,
         )
+
+    def _chunk_copy(self, op, tensor, dtype):
+        """TMA between one chunk in shared memory and its place in C or D."""
+        layout = cute.make_layout((self.m, self.m, self.batch), stride=(self.m, 1, self.m * self.m))
+        view = cute.make_tensor(tensor.iterator, layout)
+        return cpasync.make_tiled_tma_atom(op, view, self._chunk_layout(dtype), (CHUNK, CHUNK))
+
+    def _chunk_layout(self, dtype):
+        return cute.slice_(_operand_layout(LayoutEnum.ROW_MAJOR, (CHUNK, CHUNK), dtype, 1), (None, None, 0))
 
     @cute.kernel
     def _kernel(
@@ -145,18 +172,22 @@ class SymmetricProduct(SymmetricEpilogue):
         a_tma: cute.Tensor,
         b_atom: cute.CopyAtom,
         b_tma: cute.Tensor,
-        c: cute.Tensor | None,
+        c_atom: cute.CopyAtom | None,
+        c_tma: cute.Tensor | None,
+        d_atom: cute.CopyAtom | None,
+        d_tma: cute.Tensor | None,
         d: cute.Tensor,
         alpha: Float32,
         beta: Float32,
         gamma: Float32,
         tiled_mma: cute.TiledMma,
+        chunk_mma: cute.TiledMma,
         a_smem: cute.ComposedLayout,
         b_smem: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        producer_warp = self.consumers // 32
+        producer_warp = 4 * self.warpgroups
         if warp_index == producer_warp:
             cpasync.prefetch_descriptor(a_atom)
             cpasync.prefetch_descriptor(b_atom)
@@ -164,29 +195,47 @@ class SymmetricProduct(SymmetricEpilogue):
         smem = SmemAllocator()
         sa = smem.allocate_tensor(self.dtype, a_smem.outer, byte_alignment=1024, swizzle=a_smem.inner)
         sb = smem.allocate_tensor(self.dtype, b_smem.outer, byte_alignment=1024, swizzle=b_smem.inner)
-        direct, mirror = self.epilogue_buffers(smem)
+        chunks = smem.allocate_array(self.out_dtype, self.slots * CHUNK * CHUNK, byte_alignment=1024)
         barriers = smem.allocate_array(Int64, 2 * self.stages, byte_alignment=8)
+        c_barriers = smem.allocate_array(Int64, self.slots, byte_alignment=8)  # full ones, then empty ones
         stage_bytes = (self.tile[0] + self.tile[1]) * self.tile_k * 2
         ring = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            # One lane of every consumer warp arrives on a stage's empty barrier.
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.consumers // 32),
+            # One lane of every warp that reads a stage, here or in the cluster, arrives on its empty barrier.
+            consumer_group=pipeline.CooperativeGroup(
+                pipeline.Agent.Thread, 4 * self.tile_warpgroups * self.cluster
+            ),
             tx_count=stage_bytes,
             barrier_storage=barriers,
+            cta_layout_vmnk=cute.make_layout((1, self.cluster, 1, self.split)),
+            defer_sync=True,
         )
+        if cutlass.const_expr(self.has_c):
+            if thread < self.slots:
+                cute.arch.mbarrier_init(c_barriers + thread, 1)
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.blocks_together > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
         # Launched while the previous kernel of the stream drains: no global memory before this point.
         cute.arch.griddepcontrol_wait()
 
+        shared, scalars = (chunks, c_barriers), (alpha, beta, gamma)
         if warp_index >= producer_warp:
-            if cutlass.const_expr(self.moves_registers):
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if cutlass.const_expr(self.registers is not None):
+                cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_index == producer_warp:
                 self._produce(ring, a_atom, a_tma, sa, b_atom, b_tma, sb)
+            elif warp_index <= producer_warp + self.warpgroups:
+                if cutlass.const_expr(self.has_c):
+                    self._bring_c(c_atom, c_tma, shared, warp_index - producer_warp - 1)
         else:
-            if cutlass.const_expr(self.moves_registers):
-                cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self._consume(ring, tiled_mma, sa, sb, direct, mirror, c, d, alpha, beta, gamma, thread)
+            if cutlass.const_expr(self.registers is not None):
+                cute.arch.setmaxregister_increase(self.registers[1])
+            self._consume(ring, tiled_mma, chunk_mma, sa, sb, shared, d_atom, d_tma, d, scalars, thread)
 
     @cute.jit
     def _tile_of(self, index: Int32):
@@ -217,74 +266,185 @@ class SymmetricProduct(SymmetricEpilogue):
             col = base + jagged - start
         return batch, row, col
 
+    def _place_in_cluster(self):
+        """(first tile to walk, rank among the blocks of a cluster)."""
+        block, _, _ = cute.arch.block_idx()
+        return block // self.blocks_together, block % self.blocks_together
+
+    @cute.jit
+    def _block_tile(self, index, rank):
+        """The tile of one block of a cluster: (batch, tile row, tile column)."""
+        batch, row, col = self._tile_of(index)
+        if cutlass.const_expr(self.cluster > 1):
+            row = row * self.cluster + rank
+        return batch, row, col
+
+    @cute.jit
+    def _k_range(self, rank):
+        """First tile along k, and how many, of a block: all, or its share."""
+        if cutlass.const_expr(self.split == 1):
+            return 0, self.k_tiles
+        first = rank * self.k_tiles // self.split
+        return first, (rank + 1) * self.k_tiles // self.split - first
+
     @cute.jit
     def _produce(self, ring, a_atom, a_tma, sa, b_atom, b_tma, sb):
         (tile_m, tile_n), tile_k = self.tile, self.tile_k
+        index, rank = self._place_in_cluster()
         ga = cute.local_tile(a_tma, (tile_m, tile_k), (None, None, None))
         gb = cute.local_tile(b_tma, (tile_n, tile_k), (None, None, None))
-        one = cute.make_layout(1)
+        one, sharers = cute.make_layout(1), cute.make_layout(self.cluster)
+        part = rank if cutlass.const_expr(self.cluster > 1) else 0
+        mask = cutlass.Int16((1 << self.cluster) - 1) if cutlass.const_expr(self.cluster > 1) else None
         a_to, a_from = cpasync.tma_partition(a_atom, 0, one, cute.group_modes(sa, 0, 2), cute.group_modes(ga, 0, 2))
-        b_to, b_from = cpasync.tma_partition(b_atom, 0, one, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2))
+        b_to, b_from = cpasync.tma_partition(
+            b_atom, part, sharers, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
+        )
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        index, _, _ = cute.arch.block_idx()
+        first, count = self._k_range(rank)
         while index < self.tiles * self.batch:
-            batch, row, col = self._tile_of(index)
-            for k_tile in cutlass.range(self.k_tiles, unroll=1):
+            batch, row, col = self._block_tile(index, rank)
+            for k_tile in cutlass.range(first, first + count, unroll=1):
                 ring.producer_acquire(state)
                 full = ring.producer_get_barrier(state)
                 cute.copy(
                     a_atom, a_from[(None, row, k_tile, batch)], a_to[(None, state.index)], tma_bar_ptr=full
                 )
                 cute.copy(
-                    b_atom, b_from[(None, col, k_tile, batch)], b_to[(None, state.index)], tma_bar_ptr=full
+                    b_atom, b_from[(None, col, k_tile, batch)], b_to[(None, state.index)], tma_bar_ptr=full,
+                    mcast_mask=mask,
                 )
                 state.advance()
-            index += self.grid
+            index += self.walkers
         # Every load is issued: the next kernel's blocks may take the slots that blocks leave from now on.
         cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.cluster > 1):
+            ring.producer_tail(state)  # the other block still signals to this one's barriers
 
     @cute.jit
-    def _consume(self, ring, tiled_mma, sa, sb, direct, mirror, c, d, alpha, beta, gamma, thread):
+    def _bring_c(self, c_atom, c_tma, shared, group):
+        index, rank = self._place_in_cluster()
+        chunks, barriers = shared
+        if cutlass.const_expr(self.split > 1):
+            cute.arch.cluster_arrive()  # takes no part in the exchange of sums, but all threads are counted
+        if cutlass.const_expr(self.pingpong):
+            index += group * self.walkers
+        count = Int32(0)
+        while index < self.tiles * self.batch:
+            batch, row, col = self._block_tile(index, rank)
+            count = self.load_c(
+                c_atom, c_tma, self._chunks(chunks, self.dtype, False), barriers, group, rank, row, col, batch, count
+            )
+            index += self.walkers * (2 if self.pingpong else 1)
+        if cutlass.const_expr(self.split > 1):
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def _consume(self, ring, tiled_mma, chunk_mma, sa, sb, shared, d_atom, d_tma, d, scalars, thread):
         group = cute.arch.make_warp_uniform(thread // 128)
-        mma = tiled_mma.get_slice(group * 128)
+        mma = tiled_mma.get_slice(0 if self.pingpong else group * 128)
         ra = tiled_mma.make_fragment_A(mma.partition_A(sa))
         rb = tiled_mma.make_fragment_B(mma.partition_B(sb))
-        # Coordinates want the thread, operands only its warpgroup.
-        places = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(self.tile))
-        acc = cute.make_rmem_tensor(places.shape, Float32)
-        blocks = cute.size(ra, mode=[2])
-        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        index, _, _ = cute.arch.block_idx()
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(self.tile), Float32)
+        index, rank = self._place_in_cluster()
+        _, k_tiles = self._k_range(rank)
+        turns = 2 if self.pingpong else 1
+        done, stored = Int32(0), Int32(0)  # tiles along k of the block's walk, chunks of this warpgroup
+        if cutlass.const_expr(self.pingpong):
+            index += group * self.walkers
+            done = group * k_tiles
+            if group == 1:
+                self._your_turn(0)
         while index < self.tiles * self.batch:
-            batch, row, col = self._tile_of(index)
+            batch, row, col = self._block_tile(index, rank)
             acc.fill(0.0)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            if cutlass.const_expr(self.pingpong):
+                cute.arch.barrier(barrier_id=FIRST_BARRIER + 2 + group, number_of_threads=256)
+            self._multiply(ring, tiled_mma, ra, rb, acc, done, k_tiles)
+            if cutlass.const_expr(self.pingpong):
+                # All of this tile's stages have been waited for: the other's waits cannot take them for its own.
+                if index + self.walkers < self.tiles * self.batch:
+                    self._your_turn(1 - group)
+            warpgroup.wait_group(0)
+            last = done + k_tiles - 1
+            ring.consumer_release(self._stage(last))
+            if cutlass.const_expr(self.split > 1):
+                self._exchange(acc, sa, group, rank, row, col, thread)
+            stored = self.store(
+                acc, chunk_mma, shared, d_atom, d_tma, d, scalars, group, rank, row, col, batch, stored,
+                thread % 128,
+            )
+            done += turns * k_tiles
+            index += turns * self.walkers
+        if cutlass.const_expr(self.tma_rows):
+            if thread % 128 // 32 == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(self.split > 1):
+            cute.arch.cluster_wait()  # the others have read this block's sums
+
+    def _stage(self, count):
+        """Where the ring's ``count``-th stage lies, for a consumer."""
+        return pipeline.PipelineState(self.stages, count, count % self.stages, count // self.stages & 1)
+
+    def _your_turn(self, group):
+        cute.arch.barrier_arrive(barrier_id=FIRST_BARRIER + 2 + group, number_of_threads=256)
+
+    @cute.jit
+    def _multiply(self, ring, tiled_mma, ra, rb, acc, done, k_tiles):
+        """acc ← A·Bᵀ over the block's part of k, all stages but the last released, the last products in flight."""
+        blocks = cute.size(ra, mode=[2])
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        read, release = self._stage(done), self._stage(done)
+        ring.consumer_wait(read)
+        warpgroup.fence()
+        for block in cutlass.range_constexpr(blocks):
+            at = (None, None, block, read.index)
+            cute.gemm(tiled_mma, acc, ra[at], rb[at], acc)
+        warpgroup.commit_group()
+        read.advance()
+        for _ in cutlass.range(1, k_tiles, unroll=1):
             ring.consumer_wait(read)
             warpgroup.fence()
             for block in cutlass.range_constexpr(blocks):
                 at = (None, None, block, read.index)
                 cute.gemm(tiled_mma, acc, ra[at], rb[at], acc)
             warpgroup.commit_group()
-            read.advance()
-            for _ in cutlass.range(1, self.k_tiles, unroll=1):
-                ring.consumer_wait(read)
-                warpgroup.fence()
-                for block in cutlass.range_constexpr(blocks):
-                    at = (None, None, block, read.index)
-                    cute.gemm(tiled_mma, acc, ra[at], rb[at], acc)
-                warpgroup.commit_group()
-                warpgroup.wait_group(1)  # the previous stage's products are done, so its buffer is free
-                ring.consumer_release(release)
-                release.advance()
-                read.advance()
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(1)  # the previous stage's products are done, so its buffer is free
             ring.consumer_release(release)
             release.advance()
-            row0, col0 = row * self.tile[0], col * self.tile[1]
-            self.finish(acc, places, c, alpha, beta, gamma, batch, row0, col0)
-            self.store(acc, tiled_mma, direct, mirror, d, batch, row0, col0, thread)
-            index += self.grid
+            read.advance()
+
+    @cute.jit
+    def _exchange(self, acc, sa, group, rank, row, col, thread):
+        """Sums of a tile's k parts: each block adds the others' to the chunks that it stores, in a fixed order."""
+        lane = thread % 128
+        # (4 values, thread, vector, chunk): the ring's stages, all read by now.
+        sums = cute.make_tensor(
+            cute.recast_ptr(sa.iterator, None, Float32),
+            cute.make_layout(
+                (4, 128, VALUES // 4, self.tile_warpgroups * self.chunks), stride=(1, 4, 512, 128 * VALUES)
+            ),
+        )
+        cute.arch.barrier(barrier_id=FIRST_BARRIER + self.warpgroups, number_of_threads=128 * self.warpgroups)
+        for at in cutlass.range_constexpr(self.chunks):
+            if not self.owned(at, group, rank):
+                values = cute.make_tensor(acc.iterator + at * VALUES, cute.make_layout((4, VALUES // 4)))
+                for v in cutlass.range_constexpr(VALUES // 4):
+                    cute.autovec_copy(values[(None, v)], sums[(None, lane, v, group * self.chunks + at)])
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        for at in cutlass.range_constexpr(self.chunks):
+            top, left = self.place(at, row, col, group)
+            if self.stored(top, left) and self.owned(at, group, rank):
+                values = cute.make_tensor(acc.iterator + at * VALUES, cute.make_layout((4, VALUES // 4)))
+                for other in cutlass.range_constexpr(1, self.split):
+                    peer = (rank + other) % self.split
+                    for v in cutlass.range_constexpr(VALUES // 4):
+                        theirs = _load_peer(sums[(None, lane, v, group * self.chunks + at)].iterator, peer)
+                        for e in cutlass.range_constexpr(4):
+                            values[(e, v)] = values[(e, v)] + theirs[e]
+        cute.arch.cluster_arrive()
+
 
 def _operand_layout(major, shape, dtype, stages):
     """Swizzled shared-memory ring of one operand: (rows, k, stage)."""
@@ -292,3 +452,20 @@ def _operand_layout(major, shape, dtype, stages):
     atom = warpgroup.make_smem_layout_atom(hopper.get_smem_layout_atom(major, dtype, contiguous), dtype)
     order = (0, 1, 2) if major == LayoutEnum.ROW_MAJOR else (1, 0, 2)
     return cute.tile_to_shape(atom, (*shape, stages), order=order)
+
+
+@dsl_user_op
+def _load_peer(pointer, peer, *, loc=None, ip=None):
+    """Four fp32 values from the same place in another block's shared memory."""
+    address = cute.arch.map_dsmem_ptr(pointer, peer, loc=loc, ip=ip).toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+    f32 = ir.F32Type.get()
+    loaded = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * 4),
+        [address],
+        "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];",
+        "=f,=f,=f,=f,r",
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Float32(llvm.extractvalue(f32, loaded, [i], loc=loc, ip=ip)) for i in range(4)]
