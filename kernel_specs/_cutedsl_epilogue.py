@@ -210,10 +210,11 @@ class SymmetricEpilogue:
         tiles = cute.local_tile(d_tma, (CHUNK, CHUNK), (None, None, None))
         source, to = _partition(d_atom, self._chunks(raw, self.out_dtype, False), tiles)
         row, col = top // CHUNK, left // CHUNK
-        cute.copy(d_atom, source[(None, 2 * buffer)], to[(None, row, col, batch)])
-        if row != col:
-            cute.copy(d_atom, source[(None, 2 * buffer + 1)], to[(None, col, row, batch)])
-        cute.arch.cp_async_bulk_commit_group()
+        with cute.arch.elect_one():
+            cute.copy(d_atom, source[(None, 2 * buffer)], to[(None, row, col, batch)])
+            if row != col:
+                cute.copy(d_atom, source[(None, 2 * buffer + 1)], to[(None, col, row, batch)])
+            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def _write(self, raw, d, slot, row0, col0, batch, thread):

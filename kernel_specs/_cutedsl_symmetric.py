@@ -357,7 +357,6 @@ class SymmetricProduct(SymmetricEpilogue):
                 self._your_turn(0)
         while index < self.tiles * self.batch:
             batch, row, col = self._block_tile(index, rank)
-            acc.fill(0.0)
             if cutlass.const_expr(self.pingpong):
                 cute.arch.barrier(barrier_id=FIRST_BARRIER + 2 + group, number_of_threads=256)
             self._multiply(ring, tiled_mma, ra, rb, acc, done, k_tiles)
@@ -393,13 +392,14 @@ class SymmetricProduct(SymmetricEpilogue):
     def _multiply(self, ring, tiled_mma, ra, rb, acc, done, k_tiles):
         """acc ← A·Bᵀ over the block's part of k, all stages but the last released, the last products in flight."""
         blocks = cute.size(ra, mode=[2])
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)  # zeros written by threads would serialize the products
         read, release = self._stage(done), self._stage(done)
         ring.consumer_wait(read)
         warpgroup.fence()
         for block in cutlass.range_constexpr(blocks):
             at = (None, None, block, read.index)
             cute.gemm(tiled_mma, acc, ra[at], rb[at], acc)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         read.advance()
         for _ in cutlass.range(1, k_tiles, unroll=1):
