@@ -1,0 +1,208 @@
+"""``apply`` in CuTe DSL: refusals, legality, walk and code for sm_90a on any machine; results on a Hopper GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmuon_tune.backends import backends
+from dmuon_tune.backends.cubin import cubin_resources
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernel, ops
+from dmuon_tune.kernel_specs._cutedsl_apply_space import CONSUMER_REGISTERS, ApplyConfig, smem_bytes
+from dmuon_tune.measure.verify import as_launched, in_launch_order, verify
+from dmuon_tune.problem import Problem
+
+cutlass = pytest.importorskip("cutlass")
+cute = pytest.importorskip("cutlass.cute")
+
+H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 50 * 2**20, 140 * 2**30)
+SPEC, OP = kernel("apply.cutedsl"), ops()["apply"]
+COOPERATIVE, PINGPONG = "cooperative", "pingpong"
+
+
+def problem(
+    batch: int = 1, m: int = 1024, n: int = 4096, layout: str = "row", epilogue: str = "none", dtype: str = "float16",
+    out_dtype: str | None = None,
+) -> Problem:
+    return Problem("apply", batch, m, n, m, dtype, out_dtype or dtype, layout, epilogue)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "cpu-x86_64-avx2"])
+def test_other_devices_are_refused_by_name(arch: str) -> None:
+    assert arch in (SPEC.refusal(problem(), dataclasses.replace(H200, arch=arch)) or "")
+
+
+@pytest.mark.parametrize(
+    ("refused", "word"),
+    [
+        (problem(m=1020), "m must be a multiple of 8, not 1020"),
+        (problem(n=1020), "n must be a multiple of 8, not 1020"),
+        (problem(m=1020, layout="col"), "m must be a multiple of 8, not 1020"),
+        (problem(dtype="float32"), "float32"),
+        (problem(epilogue="i"), "'i'"),
+        (Problem("apply", 1, 64, 64, 128), "k = m"),
+        (problem(m=65536, n=65536), "elements"),
+    ],
+)
+def test_a_refusal_says_why(refused: Problem, word: str) -> None:
+    assert word in (SPEC.refusal(refused, H200) or "")
+
+
+def test_ragged_extents_and_mixed_dtypes_are_served() -> None:
+    assert SPEC.refusal(problem(m=8, n=777, layout="col"), H200) is None
+    for out_dtype, epilogue in itertools.product(("float16", "bfloat16", "float32"), ("none", "c", "w")):
+        assert SPEC.refusal(problem(out_dtype=out_dtype, epilogue=epilogue), H200) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (ApplyConfig(tile_m=64), "rows at a time"),
+        (ApplyConfig(tile_m=256, tile_n=256, stages=3), "accumulators"),
+        (ApplyConfig(tile_m=256, tile_n=192), "shared memory"),
+        (ApplyConfig(cluster_m=2, cluster_n=2), "two blocks"),
+        (ApplyConfig(tile_m=64, schedule=PINGPONG, stages=3), "256 columns"),
+        (ApplyConfig(group=16), "group of 16"),
+    ],
+)
+def test_an_illegal_configuration_says_why(config: ApplyConfig, word: str) -> None:
+    assert word in (SPEC.illegality(problem(epilogue="c"), config, H200) or "")
+
+
+def test_a_cluster_needs_two_tiles_and_stages_a_long_k() -> None:
+    assert "share" in (SPEC.illegality(problem(n=256), ApplyConfig(cluster_n=2), H200) or "")
+    assert "share" in (SPEC.illegality(problem(m=128), ApplyConfig(cluster_m=2, group=1), H200) or "")
+    assert "stages" in (SPEC.illegality(problem(m=128), ApplyConfig(group=1), H200) or "")
+
+
+def test_the_legal_space_is_searchable_and_has_the_untuned_choice() -> None:
+    for m, n, batch, layout in itertools.product((8, 64, 256, 1000, 4096), (64, 1000, 8192), (1, 8), ("row", "col")):
+        asked = problem(batch, m, n, layout)
+        space = SPEC.legal_space(asked, H200)
+        assert SPEC.untuned(asked, H200) == SPEC.heuristic(asked, H200)
+        assert SPEC.untuned(asked, H200) in space
+        assert all(smem_bytes(config) <= H200.smem_per_block_bytes for config in space)
+    assert len(SPEC.legal_space(problem(m=4096), H200)) > 100
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "config"),
+    [
+        (1000, 3000, ApplyConfig(128, 256, group=4)),
+        (1000, 3000, ApplyConfig(64, 192, 4, PINGPONG, 2, 1, 8)),
+        (2056, 520, ApplyConfig(256, 128, 4, COOPERATIVE, 1, 2, 4)),
+        (8, 8, ApplyConfig(64, 64, 4, PINGPONG, group=1)),
+    ],
+)
+def test_every_tile_is_walked_once(rows: int, cols: int, config: ApplyConfig) -> None:
+    """The scheduler's own code, run on the CPU."""
+    from cutlass.cute.runtime import from_dlpack
+
+    from dmuon_tune.kernel_specs._cutedsl_apply import Apply
+
+    class Walk(Apply):
+        @cute.jit
+        def walk(self, out: cute.Tensor):
+            for index in range(cute.size(out, mode=[0])):
+                for place in range(self.cluster_size):
+                    batch, row, col = self._tile_of(cutlass.Int32(index), cutlass.Int32(place))
+                    out[index, place, 0] = batch
+                    out[index, place, 1] = row
+                    out[index, place, 2] = col
+
+    body = Walk(problem(3, rows, cols), config, blocks=132)
+    out = torch.full((body.tiles, body.cluster_size, 3), -1, dtype=torch.int32)
+    body.walk(from_dlpack(out))
+    walked = list(map(tuple, out.reshape(-1, 3).tolist()))
+    tiles = itertools.product(range(3), range(-(-rows // config.tile_m)), range(-(-cols // config.tile_n)))
+    assert len(walked) == len(set(walked))
+    assert set(tiles) <= set(walked)
+    if body.cluster_size == 2:  # what a cluster shares: tile columns below each other, tile rows side by side
+        shared = 2 if config.cluster_m == 2 else 1
+        assert bool((out[:, 0, shared] == out[:, 1, shared]).all())
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "instructions"),
+    [
+        (problem(), ApplyConfig(128, 256, 4, COOPERATIVE, 2, 1, 4), ("multicast::cluster", "stmatrix", "m64n256k16")),
+        (
+            problem(3, 200, 333, "col", "c", "bfloat16", "float32"),
+            ApplyConfig(128, 128, 4, PINGPONG, 1, 2, 1),
+            ("multicast::cluster", "ldmatrix", "m64n128k16.f32.bf16.bf16"),
+        ),
+        (problem(epilogue="w", out_dtype="float32"), ApplyConfig(256, 192, 3, group=1), ("m64n192k16",)),
+    ],
+    ids=["cooperative", "pingpong-c", "update"],
+)
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_it_compiles_to_tma_and_wgmma(
+    asked: Problem, config: ApplyConfig, instructions: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert SPEC.illegality(asked, config, H200) is None
+    program = SPEC.build(asked, config, H200)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}"
+    compiled = cute.compile(program.entry, *program.arguments(), stream, options=options)
+    for instruction in ("cp.async.bulk.tensor", "mbarrier.try_wait", "griddepcontrol.wait", *instructions):
+        assert instruction in compiled.__ptx__, instruction
+    resources = cubin_resources(compiled.__cubin__)
+    assert resources["spill_bytes"] == 0
+    assert 0 < resources["registers"] <= CONSUMER_REGISTERS
+
+
+GPU_CASES = (
+    (problem(2, 200, 328), ApplyConfig(128, 128, 3, COOPERATIVE, 1, 1, 1)),
+    (problem(1, 8, 8), ApplyConfig(64, 64, 3, PINGPONG, 1, 1, 1)),
+    (problem(1, 136, 333, "col", dtype="bfloat16"), ApplyConfig(128, 64, 3, COOPERATIVE, 1, 1, 1)),
+    (problem(2, 648, 1160), ApplyConfig(128, 256, 4, COOPERATIVE, 2, 1, 1)),
+    (problem(3, 520, 520, out_dtype="float32"), ApplyConfig(256, 192, 3, COOPERATIVE, 2, 1, 1)),
+    (problem(2, 264, 1000, "row", "c"), ApplyConfig(128, 256, 4, COOPERATIVE, 1, 1, 1)),
+    (problem(5, 392, 1048, "row", "c"), ApplyConfig(128, 128, 4, PINGPONG, 2, 1, 1)),
+    (problem(4, 456, 777, "col", "c", "bfloat16", "float32"), ApplyConfig(64, 256, 4, PINGPONG, 1, 2, 1)),
+    (problem(2, 2048, 2048, "col"), ApplyConfig(64, 192, 4, PINGPONG, 2, 1, 4)),
+    (problem(2, 264, 520, "row", "w", out_dtype="float32"), ApplyConfig(128, 256, 4, COOPERATIVE, 1, 1, 1)),
+    (problem(3, 264, 333, "col", "w", out_dtype="bfloat16"), ApplyConfig(128, 128, 4, PINGPONG, 1, 1, 1)),
+    (problem(5, 1032, 2056, "row", "w", out_dtype="bfloat16"), ApplyConfig(256, 128, 4, COOPERATIVE, 1, 2, 4)),
+)
+
+
+def case_id(value: object) -> str:
+    if isinstance(value, Problem):
+        return f"{value.label()} {value.out_dtype}".replace(" ", "-")
+    return "-".join(map(str, dataclasses.astuple(value)))  # type: ignore[call-overload]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("asked", "config"), GPU_CASES, ids=case_id)
+def test_results_match_float64(asked: Problem, config: ApplyConfig) -> None:
+    from dmuon_tune.backends.probe import fingerprint
+
+    hopper = fingerprint("cuda")
+    if hopper.arch != "sm_90":
+        pytest.skip(f"the CuTe DSL kernels run on sm_90, this is {hopper.arch}")
+    assert SPEC.illegality(asked, config, hopper) is None
+    launch = backends()["cutedsl"].compile(SPEC.build(asked, config, hopper), asked, hopper).launch
+    assert verify(launch, OP, asked, "cuda", 1).failure == ""
+    first = launched(launch, asked)
+    assert all(torch.equal(launched(launch, asked), first) for _ in range(10))
+
+
+def launched(launch: Callable[..., object], asked: Problem) -> torch.Tensor:
+    """What a launch on the same inputs writes."""
+    arguments = OP.arguments(asked)
+    inputs = OP.make_inputs(asked, "cuda", 2)
+    outputs = [
+        torch.full(argument.shape, float("nan"), dtype=getattr(torch, argument.dtype), device="cuda")
+        for argument in arguments
+        if argument.role == "output"
+    ]
+    scalars = [0.75, -0.25][: sum(argument.role == "scalar" for argument in arguments)]
+    launch(*as_launched(OP, asked, in_launch_order(OP, asked, inputs, outputs, scalars)))
+    return outputs[0] if outputs else inputs[2]
