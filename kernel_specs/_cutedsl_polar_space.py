@@ -17,7 +17,10 @@ CHUNK = 128  # columns of an accumulator
 POLAR_THREADS = 256
 MAX_EXTENT = 256
 SOURCES = (
-    __name__, f"{__package__}._cutedsl_polar", f"{__package__}._cutedsl_polar_ops", f"{__package__}.polar_small"
+    __name__,
+    *(f"{__package__}.{name}" for name in (
+        "_cutedsl_polar", "_cutedsl_polar_memory", "_cutedsl_polar_ops", "polar_small",
+    )),
 )
 
 
