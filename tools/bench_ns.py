@@ -246,6 +246,7 @@ def run(options: argparse.Namespace) -> int:
             "shape": group.label(), "limit_us": limit_us, "methods": results, "unchecked": bench.unchecked,
         }
         rows.append(row | {"summary": summary(row)})
+        del bench  # and its buffers
         torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
         gc.collect()
         if found.kind == "cuda":
