@@ -296,10 +296,12 @@ class Apply(ApplyEpilogue):
             self._pass_turn(group, group == 1)  # the first tile is group 0's
         while index < self.tiles:
             batch, row, col = self._tile_of(index, place)
+            row0, col0 = row * self.tile[0], col * self.tile[1]
+            if cutlass.const_expr(self.updates):
+                self.prefetch(w, batch, row0, col0, group, lane)
             if cutlass.const_expr(self.pingpong):
                 cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=128 * WARPGROUPS)
             read = self._multiply(ring, read, tiled_mma, ra, rb, acc, group, index + self.clusters < self.tiles)
-            row0, col0 = row * self.tile[0], col * self.tile[1]
             read = self.finish(
                 acc, ring, read, sa, staged, store, w, rates, alpha, beta, batch, row0, col0, group, lane
             )

@@ -25,6 +25,7 @@ from ._cutedsl_apply_space import (
 
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16, "float32": Float32}
 PIECE = 64  # columns of the tile finished at a time: 32 accumulators a thread
+LINE_BYTES = 128  # of a cache
 VECTOR = 4  # elements of a weight that a thread updates at once: 16 bytes of the fp32 product
 
 
@@ -141,6 +142,20 @@ class ApplyEpilogue:
             )
             cute.copy(atom, source, target[(None, *at)])
             cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def prefetch(self, w, batch, row0, col0, group, lane):
+        """Bring a warpgroup's part of the weight to the L2 cache, to be there when the product is done."""
+        weight = self._weight(w[batch])
+        per_line = LINE_BYTES * 8 // self.out_dtype.width // VECTOR  # vectors
+        across = self.tile[1] // VECTOR // per_line
+        for step in cutlass.range(-(-64 * self.blocks_m * across // 128), unroll=1):
+            line = (step * 128 + lane) // across
+            block = line // 64
+            place = block if self.pingpong else WARPGROUPS * block + group
+            row = cutlass.min(row0 + place * 64 + line % 64, self.rows - 1)
+            vector = cutlass.min(col0 // VECTOR + lane % across * per_line, self.cols // VECTOR - 1)
+            cute.arch.prefetch(weight[(None, vector, row)].iterator.llvm_ptr, cache_level="L2")
 
     @cute.jit
     def _weight(self, address):

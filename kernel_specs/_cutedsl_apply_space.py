@@ -39,7 +39,7 @@ class ApplyConfig:
 
     tile_m: int = choice(128, (64, 128, 256))
     tile_n: int = choice(256, (64, 128, 192, 256))
-    stages: int = choice(4, (3, 4, 5, 6))
+    stages: int = choice(4, (3, 4, 5, 6, 8))
     schedule: str = choice("cooperative", ("cooperative", "pingpong"))
     cluster_m: int = choice(1, (1, 2))
     cluster_n: int = choice(1, (1, 2))
