@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +16,10 @@ from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
 from dmuon_tune.matrices import select
-from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS
-from dmuon_tune.recipe import groups as cut
+from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group
 
-from .newton_schulz import Coefficients, GramNewtonSchulz
+from .execution import Momentum
+from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
 from .plan import Plan
 
 # Update scale by (rows, cols) of the stored parameter, out × in.
@@ -37,9 +39,10 @@ class Muon(Optimizer):
     rest to AdamW with the ``adamw_*`` options; or parameters and parameter groups as for any optimizer, where a
     group's ``use_muon`` (default True) says which it is and its own options override. A 3-D parameter is a batch of
     matrices. ``scale`` is s: ``jordan``, ``moonlight``, ``spectral`` or ``none``. ``coefficients``, ``steps``,
-    ``restarts``, ``ns_dtype`` and ``eps`` are :class:`GramNewtonSchulz`'s. Matrices of equal shape are orthogonalized
-    together, whatever their group. Kernels are resolved once, at the first step or by :meth:`plan`, from the caches in
-    ``layers`` (default: those of this machine). Raises UsageError for options or parameters it cannot use, by name.
+    ``restarts``, ``ns_dtype``, ``eps`` and ``graphs`` are :class:`GramNewtonSchulz`'s. Matrices of equal shape whose
+    momentum is made alike are orthogonalized together, whatever their group. Kernels are resolved once, at the first
+    step or by :meth:`plan`, from the caches in ``layers`` (default: those of this machine). Raises UsageError for
+    options or parameters it cannot use, by name.
     """
 
     def __init__(
@@ -54,7 +57,8 @@ class Muon(Optimizer):
         steps: int = DEFAULT_STEPS,
         restarts: Sequence[int] = DEFAULT_RESTARTS,
         ns_dtype: str | torch.dtype | None = None,
-        eps: float = 1e-7,
+        eps: float = 0.0,
+        graphs: bool = True,
         adamw_lr: float = 3e-4,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -65,7 +69,7 @@ class Muon(Optimizer):
         on_miss: str | None = None,
     ) -> None:
         self._newton_schulz = GramNewtonSchulz(
-            coefficients, steps, restarts, ns_dtype, layers=layers, on_miss=on_miss, eps=eps
+            coefficients, steps, restarts, ns_dtype, layers=layers, on_miss=on_miss, eps=eps, graphs=graphs
         )
         self._adamw_options = {
             "lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay,
@@ -103,13 +107,21 @@ class Muon(Optimizer):
 
     def plan(self) -> tuple[Plan, ...]:
         """Resolve the kernels of every matrix now, one plan a device; otherwise the first step does it."""
-        shapes: dict[torch.device, list[tuple[int, int]]] = {}
+        counts: Counter[tuple[Any, ...]] = Counter()
         for group in self._muon_groups():
             for p in group["params"]:
-                matrices = p.shape[0] if p.ndim == 3 else 1
-                shapes.setdefault(p.device, []).extend([(p.shape[-2], p.shape[-1])] * matrices)
+                counts[_kind(group, p, p.dtype)] += p.shape[0] if p.ndim == 3 else 1
+        wanted: dict[torch.device, list[tuple[Group, tuple[Any, ...]]]] = {}
+        for kind, count in counts.items():
+            device, _, _, rows, cols, _, _ = kind
+            wanted.setdefault(device, []).extend((group, kind) for _, group in cut_batch(count, rows, cols))
+        plans = []
+        for device, found in wanted.items():
+            plans.append(self._newton_schulz.plan_for([group for group, _ in found], device))
+            for group, (_, dtype, gradient_dtype, _, _, mode, _) in found:
+                self._newton_schulz.prepare(group, device, gradient_dtype, mode, dtype)
         self._planned = True
-        return tuple(self._newton_schulz.plan_for(cut(found), device) for device, found in shapes.items())
+        return tuple(plans)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -128,45 +140,31 @@ class Muon(Optimizer):
         return (group for group in self.param_groups if group["use_muon"])
 
     def _muon_step(self) -> None:
-        batches: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, float]]] = {}
+        batches: dict[tuple[Any, ...], _Batch] = {}
         for index, group in enumerate(self.param_groups):
             if not group["use_muon"]:
                 continue
-            params = [p for p in group["params"] if p.grad is not None]
-            updates = self._momentum(group, index, params)
             lr = float(group["lr"])
-            if group["weight_decay"] and params:
-                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-            for p, update in zip(params, updates, strict=True):
-                rate = lr * SCALES[group["scale"]](p.shape[-2], p.shape[-1])
-                batch = batches.setdefault((p.device, p.dtype, *p.shape[-2:]), [])
-                pairs = zip(p.unbind(), update.unbind(), strict=True) if p.ndim == 3 else [(p, update)]
-                batch.extend((weight, matrix, -rate) for weight, matrix in pairs)
-        for batch in batches.values():
-            for start, polar in self._newton_schulz.chunks([matrix for _, matrix, _ in batch]):
-                members = batch[start : start + len(polar)]
-                directions = polar.to(members[0][0].dtype).unbind()
-                for rate in {rate for _, _, rate in members}:
-                    at = [position for position, member in enumerate(members) if member[2] == rate]
-                    torch._foreach_add_([members[i][0] for i in at], [directions[i] for i in at], alpha=rate)
+            decay = 1 - lr * group["weight_decay"]
+            for position, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                buffer = self._buffer(group, index, position)
+                batch = batches.setdefault(_kind(group, p, p.grad.dtype), _Batch([], [], [], []))
+                batch.add(p, p.grad, buffer, (decay, lr * SCALES[group["scale"]](p.shape[-2], p.shape[-1])))
+        for (*_, mode, mu), batch in batches.items():
+            momentum = Momentum(mode, tuple(batch.momenta), mu)
+            self._newton_schulz.step(batch.weights, batch.gradients, momentum, batch.rates)
 
-    def _momentum(self, group: dict[str, Any], index: int, params: list[Tensor]) -> Sequence[Tensor]:
-        """Update the momentum buffers of ``params`` and return U for each."""
-        if not params:
-            return ()
-        gradients = [p.grad for p in params if p.grad is not None]
-        for p, gradient in zip(params, gradients, strict=True):
-            if gradient.layout != torch.strided:
-                position = next(i for i, candidate in enumerate(group["params"]) if candidate is p)
-                raise UsageError(f"{_name(group, index, position)}: Muon needs dense gradients; use AdamW for it")
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, gradients)
-        if not group["nesterov"]:
-            return buffers
-        return torch._foreach_add(gradients, buffers, alpha=group["momentum"])
+    def _buffer(self, group: dict[str, Any], index: int, position: int) -> Tensor:
+        """The momentum of a parameter that has a gradient."""
+        p = group["params"][position]
+        if p.grad.layout != torch.strided:
+            raise UsageError(f"{_name(group, index, position)}: Muon needs dense gradients; use AdamW for it")
+        if "momentum_buffer" not in self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        buffer: Tensor = self.state[p]["momentum_buffer"]
+        return buffer
 
     def _adamw_step(self) -> None:
         groups = [group for group in self.param_groups if not group["use_muon"]]
@@ -181,6 +179,34 @@ class Muon(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_newton_schulz": self._newton_schulz, "_adamw_options": self._adamw_options}
         return {**super().__getstate__(), **kept, "_adamw": None, "_planned": False}
+
+
+@dataclass
+class _Batch:
+    """Equal matrices of one step, one entry each: weights, gradients, momentum buffers, (decay, rate)."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    momenta: list[Tensor]
+    rates: list[tuple[float, float]]
+
+    def add(self, p: Tensor, gradient: Tensor, momentum: Tensor, rate: tuple[float, float]) -> None:
+        """A parameter's matrices."""
+        if p.ndim == 2:
+            self.weights.append(p)
+            self.gradients.append(gradient)
+            self.momenta.append(momentum)
+            self.rates.append(rate)
+            return
+        self.weights += p.unbind()
+        self.gradients += gradient.unbind()
+        self.momenta += momentum.unbind()
+        self.rates += [rate] * len(p)
+
+
+def _kind(group: dict[str, Any], p: Tensor, gradient_dtype: torch.dtype) -> tuple[Any, ...]:
+    """What a parameter's matrices must share to run together: device, dtypes, rows, cols, momentum's mode and μ."""
+    return p.device, p.dtype, gradient_dtype, *p.shape[-2:], "n" if group["nesterov"] else "m", float(group["momentum"])
 
 
 def _groups_of(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> list[dict[str, Any]]:

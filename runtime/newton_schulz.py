@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmuon_tune import chains
+from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from dmuon_tune.errors import UsageError
@@ -17,7 +18,11 @@ from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, default_dtype
 from dmuon_tune.recipe import groups as cut
 
-from .plan import GroupPlan, Plan, device_context, plan
+from .ends import Ends, resolve_ends
+from .execution import GroupChain, Momentum
+from .plan import GroupPlan, Plan, device_context, plan, report_failures
+from .resolve import Resolver
+from .static import Workspace
 
 Coefficients = str | CoefficientSet | tuple[Triple, ...] | list[Triple] | Triple
 
@@ -27,11 +32,14 @@ class GramNewtonSchulz:
 
     ``coefficients`` is a name of :data:`COEFFICIENTS`, a set, an (a, b, c) or a sequence of them; ``restarts`` are the
     steps (from 0) before which the Gram form returns to X; ``dtype`` is the chain's arithmetic (default: float16 on a
-    GPU, float32 on a CPU) with fp32 accumulation; ``eps`` is added to the Frobenius norm. Kernels come from ``plan``,
-    or, when a shape first comes, from the caches in ``layers`` (default: those of this machine) with ``on_miss`` as in
-    :func:`plan`. A tall matrix is never transposed by a copy. Zero matrices give zero; NaN, inf and norms beyond 1e19
-    (the range of fp32 squares; float64 input has no such limit) give NaN. A pickle or deep copy resolves its kernels
-    anew, from the caches of the machine where it lands.
+    GPU, float32 on a CPU) with fp32 accumulation; ``eps`` is added to norm_factor · ‖X‖_F (the small form knows none).
+    With 0, the default, the result does not depend on the scale of X: norms from 1e-33 to 1e33 are exact (float64 has
+    no such limit), zero matrices give zero, NaN and inf give NaN in their matrix. Kernels come from ``plan``, or, when
+    a shape or a dtype first comes, from the caches in ``layers`` (default: those of this machine) with ``on_miss`` as
+    in :func:`plan`. On a GPU the products are replayed from the second call of a shape on as a CUDA graph, unless
+    ``graphs`` is False; a call inside a capture of your own is captured launch by launch. A tall matrix is never
+    transposed by a copy. A pickle or deep copy resolves its kernels anew, from the caches of the machine where it
+    lands.
     """
 
     def __init__(
@@ -43,23 +51,27 @@ class GramNewtonSchulz:
         plan: Plan | None = None,
         layers: Layers | None = None,
         on_miss: str | None = None,
-        eps: float = 1e-7,
+        eps: float = 0.0,
+        graphs: bool = True,
     ) -> None:
         self.coefficients = coefficient_set(coefficients)
         self.triples = self.coefficients.take(steps)
         self.restarts = tuple(sorted({step for step in restarts if step < steps}))
         if any(isinstance(step, bool) or not isinstance(step, int) or step < 1 for step in restarts):
             raise UsageError(f"restarts must be steps of at least 1 (counted from 0), not {tuple(restarts)!r}")
-        if not 0.0 < eps < math.inf:
-            raise UsageError(f"eps must be a positive number, not {eps!r}")
+        if not 0.0 <= eps < math.inf:
+            raise UsageError(f"eps must be a finite number of at least 0, not {eps!r}")
         self.eps = eps
+        self.graphs = graphs
         self.dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
         if self.dtype not in (None, *DTYPES):
             raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         self._layers = layers
         self._on_miss = on_miss
         self._planned: dict[tuple[torch.device, Group], GroupPlan] = {}
-        self._buffers: dict[tuple[torch.device, torch.dtype, str], Tensor] = {}
+        self._workspaces: dict[torch.device, Workspace] = {}
+        self._chains: dict[tuple[torch.device, Group], GroupChain] = {}
+        self._ends: dict[tuple[Any, ...], Ends] = {}
         if plan is not None:
             self._check_given(plan)
 
@@ -74,75 +86,85 @@ class GramNewtonSchulz:
         if not x.is_floating_point():
             raise UsageError(f"Newton–Schulz needs a real floating-point tensor, not {x.dtype}")
         result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if x.numel():
-            with torch.no_grad():
-                flat = result.view(-1, *x.shape[-2:])
-                for start, polar in self.chunks(list(x.reshape(-1, *x.shape[-2:]).unbind())):
-                    flat[start : start + len(polar)].copy_(polar)
+        if not x.numel():
+            return result
+        with torch.no_grad(), device_context(x.device):
+            matrices, polars = (tensor.reshape(-1, *x.shape[-2:]) for tensor in (x.detach(), result))
+            for part, group in cut_batch(len(matrices), *x.shape[-2:]):
+                chain, ends = self._bound(group, x.device, x.dtype, "none", x.dtype, False)
+                chain.polar(matrices[part].contiguous(), Momentum(), ends, polars[part])
         return result
 
     def plan_for(self, groups: Sequence[Group], device: torch.device) -> Plan:
         """Resolve these groups now, so that a later call finds them in memory; returns their plan."""
         with_dtype = self.dtype or default_dtype(device.type)
         resolved = plan(groups, str(device), with_dtype, self._layers, self._on_miss, self.steps, self.restarts)
-        self._planned.update({(device, group): planned for group, planned in resolved.groups.items()})
+        for group, planned in resolved.groups.items():
+            self._planned.setdefault((device, group), planned)
         return resolved
 
-    def chunks(self, matrices: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Orthogonalize equal matrices, each (rows, cols) on one device, batch by batch.
-
-        Yields (index of the batch's first matrix, polar factors (batch, rows, cols) in the chain's dtype). The factors
-        lie in a buffer that the next batch overwrites.
-        """
-        rows, cols = matrices[0].shape
-        start = 0
-        for group in cut([(rows, cols)] * len(matrices)):
-            yield start, self._orthogonalize(group, matrices[start : start + group.batch])
-            start += group.batch
-
-    def _orthogonalize(self, group: Group, matrices: Sequence[Tensor]) -> Tensor:
-        device = matrices[0].device
-        planned = self._planned.get((device, group))
-        if planned is None:
-            self.plan_for([group], device)
-            planned = self._planned[device, group]
-        dtype = getattr(torch, planned.recipe.dtype)
-        shape, square = (group.batch, group.rows, group.cols), (group.batch, group.m, group.m)
-        x, y = (self._buffer(name, shape, dtype, device) for name in ("x", "y"))
+    def prepare(
+        self, group: Group, device: torch.device, dtype: torch.dtype, mode: str, out_dtype: torch.dtype
+    ) -> None:
+        """Resolve now what :meth:`step` needs besides a group's plan: gradients of ``dtype``, weights of ``out_dtype``,
+        momentum of ``mode`` (m, n)."""
         with device_context(device):
-            self._normalize(matrices, x, chains.input_scale(group.m))
-            form = planned.recipe.form
-            squares = [self._buffer(f"s{i}", square, dtype, device) for i in range(chains.SQUARES[form])]
-            launches = {key: bound.launch for key, bound in planned.bindings.items()}
-            polar = chains.run(form, launches, x, y, squares, self.triples, planned.recipe.restarts)
-        return polar
+            self._bound(group, device, dtype, mode, out_dtype, True)
 
-    def _normalize(self, matrices: Sequence[Tensor], out: Tensor, scale: float) -> None:
-        """out = scale · U / (norm_factor · ‖U‖_F + eps), rounded once to the chain's dtype.
+    def step(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], momentum: Momentum,
+        rates: Sequence[tuple[float, float]],
+    ) -> None:
+        """Update momentum and weights: M, U as ``momentum`` says, W ← decay·W − rate·polar(U).
 
-        Norms are fp32 (float64 for float64); where squares leave fp32's range the matrix becomes NaN, not zero.
+        All are equal matrices (rows, cols) on one device, one a weight; ``rates`` are (decay, rate) of each.
         """
-        stacked = torch.stack(list(matrices))
-        if stacked.dtype == torch.float64:
-            # Squares of float64 overflow from 1e154 on. clamp_min keeps a zero matrix zero; NaN and inf pass through.
-            largest = stacked.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-            norms = largest * torch.linalg.vector_norm(stacked / largest, dim=(-2, -1), keepdim=True)
-        else:
-            stacked = stacked.float()
-            norms = torch.linalg.vector_norm(stacked, dim=(-2, -1), keepdim=True)
-        factors = scale / (norms * self.coefficients.norm_factor + self.eps) + 0.0 * norms  # 0·inf is NaN
-        out.copy_(stacked.mul_(factors))
+        device = weights[0].device
+        with device_context(device):
+            for part, group in cut_batch(len(weights), *weights[0].shape):
+                chain, ends = self._bound(
+                    group, device, gradients[0].dtype, momentum.mode, weights[0].dtype, True
+                )
+                some = Momentum(momentum.mode, momentum.buffers[part], momentum.mu)
+                matrices = tuple([gradient.contiguous() for gradient in gradients[part]])
+                chain.step(matrices, some, ends, weights[part], rates[part])
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A contiguous view of this shape of a buffer that all groups share; it grows to the largest of them."""
-        size = math.prod(shape)
-        held = self._buffers.get((device, dtype, name))
-        if held is None or held.numel() < size:
-            held = self._buffers[device, dtype, name] = torch.empty(size, dtype=dtype, device=device)
-        return held[:size].view(shape)
+    def _bound(
+        self, group: Group, device: torch.device, dtype: torch.dtype, mode: str, out_dtype: torch.dtype,
+        updates_weights: bool,
+    ) -> tuple[GroupChain, Ends]:
+        """A group's chain and the ends for these dtypes, resolved when they first come."""
+        key = device, group, dtype, mode, out_dtype, updates_weights
+        if key not in self._ends:
+            if (device, group) not in self._planned:
+                self.plan_for([group], device)
+            planned = self._planned[device, group]
+            self._ends[key] = self._resolved(planned, device, dtype, mode, out_dtype, updates_weights)
+            if (device, group) not in self._chains:
+                workspace = self._workspaces.setdefault(device, Workspace(device))
+                self._chains[device, group] = GroupChain(
+                    planned, workspace, self.triples, self.coefficients, self.eps, self.graphs
+                )
+        return self._chains[device, group], self._ends[key]
+
+    def _resolved(
+        self, planned: GroupPlan, device: torch.device, dtype: torch.dtype, mode: str, out_dtype: torch.dtype,
+        updates_weights: bool,
+    ) -> Ends:
+        on_cpu = device.type == "cpu"  # whose ends are PyTorch's: nothing is looked up
+        opened = self._layers or (Layers({}) if on_cpu else Layers.open())
+        try:
+            resolver = Resolver(fingerprint(str(device)), opened, use_nearest=False)
+            ends = resolve_ends(planned, resolver, _name(dtype), mode, _name(out_dtype), updates_weights)
+        finally:
+            if self._layers is None:
+                opened.close()
+        report_failures(resolver)
+        return ends
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_planned": {}, "_buffers": {}, "_layers": None}
+        fresh: dict[str, Any] = {"_planned": {}, "_workspaces": {}, "_chains": {}, "_ends": {}, "_layers": None}
+        return {**self.__dict__, **fresh}
 
     def _check_given(self, given: Plan) -> None:
         device = torch.empty(0, device=given.device).device  # "cuda" becomes the current GPU's own name
@@ -154,3 +176,17 @@ class GramNewtonSchulz:
                     f"this needs {self.steps} steps, restarts {self.restarts}, {self.dtype or 'the default dtype'}"
                 )
             self._planned[device, group] = planned
+
+
+@cache
+def cut_batch(batch: int, rows: int, cols: int) -> tuple[tuple[slice, Group], ...]:
+    """The groups that ``batch`` equal matrices are cut into, each with its place among them."""
+    start, result = 0, []
+    for group in cut([(rows, cols)] * batch):
+        result.append((slice(start, start + group.batch), group))
+        start += group.batch
+    return tuple(result)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

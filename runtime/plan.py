@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from logging import getLogger
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ import torch
 import dmuon_tune
 from dmuon_tune.backends import CompiledKernel, probe
 from dmuon_tune.cache import Layers
+from dmuon_tune.chains import Launches, last_product
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import DmuonTuneError, MissingEntryError, UsageError
 from dmuon_tune.measure.build import compile_kernel
@@ -39,17 +40,40 @@ class GroupPlan:
 
     recipe: Recipe
     layer: str
-    bindings: Mapping[tuple[str, str], Binding]  # (op, epilogue) → product
+    bindings: Mapping[Problem, Binding]
 
     @property
     def cost_us(self) -> float | None:
-        """Sum of the tuned times over the chain, in microseconds; None where a product was not timed."""
-        recipe = self.recipe
-        counts = chain(recipe.group, recipe.form, recipe.dtype, recipe.steps, recipe.restarts)
-        times = [(self.bindings[p.op, p.epilogue].median_us, count) for p, count in counts.items()]
+        """The chain's time, in microseconds: its own where it was timed, else the sum of its products' tuned times;
+        None where a product was not timed."""
+        if self.recipe.timed:
+            return self.recipe.cost_us
+        times = [(self.bindings[problem].median_us, count) for problem, count in self.recipe.products().items()]
         if any(median is None for median, _ in times):
             return None
         return sum((median or 0.0) * count for median, count in times)
+
+    @cached_property
+    def launches(self) -> Mapping[int, Launches]:
+        """The chain's launches by (op, epilogue), for each size of its pieces."""
+        return {
+            size: {(problem.op, problem.epilogue): bound.launch for problem, bound in self.piece(size).items()}
+            for size in set(self.recipe.pieces)
+        }
+
+    def piece(self, size: int) -> dict[Problem, Binding]:
+        """The products of a piece of ``size`` matrices."""
+        recipe, group = self.recipe, self.recipe.group
+        problems = chain(Group(size, group.rows, group.cols), recipe.form, recipe.dtype, recipe.steps, recipe.restarts)
+        return {problem: self.bindings[problem] for problem in problems}
+
+    def ending(self, size: int) -> Binding:
+        """The last product of a piece of ``size`` matrices."""
+        wanted = last_product(self.recipe.form)
+        return next(
+            bound for problem, bound in self.piece(size).items()
+            if self.recipe.form == "small" or (problem.op, problem.epilogue) == wanted
+        )
 
 
 @dataclass(frozen=True)
@@ -72,8 +96,8 @@ class Plan:
         rows = []
         for group, planned in self.groups.items():
             recipe = planned.recipe
-            for problem, count in chain(group, recipe.form, recipe.dtype, recipe.steps, recipe.restarts).items():
-                bound = planned.bindings[problem.op, problem.epilogue]
+            for problem, count in recipe.products().items():
+                bound = planned.bindings[problem]
                 rows.append({
                     "group": group.label(),
                     "form": recipe.form,
@@ -142,15 +166,34 @@ def device_context(device: torch.device) -> AbstractContextManager[Any]:
 def _plan_groups(
     groups: Sequence[Group], dtype: str, resolver: Resolver, steps: int, restarts: Sequence[int]
 ) -> dict[Group, GroupPlan]:
-    planned = {}
-    for group in groups:
-        found = resolver.layers.recipe(resolver.device, group, dtype)
-        layer, form = (found[0], found[1].form) if found else ("", default_form(group))
-        recipe = Recipe(group, form, dtype, steps, tuple(restarts), found[1].cost_us if found else None)
-        problems = chain(group, form, dtype, steps, tuple(restarts))
-        bindings = {(problem.op, problem.epilogue): resolver.bind(problem) for problem in problems}
-        planned[group] = GroupPlan(recipe, layer, MappingProxyType(bindings))
-    return planned
+    return {
+        group: _bind(resolver, *_recipe(resolver, group, dtype, steps, tuple(restarts))) for group in groups
+    }
+
+
+def _recipe(
+    resolver: Resolver, group: Group, dtype: str, steps: int, restarts: tuple[int, ...]
+) -> tuple[str, Recipe]:
+    """(Layer label, recipe) of the caches for this group, or the default one."""
+    default = Recipe(group, default_form(group), dtype, steps, restarts)
+    found = resolver.layers.recipe(resolver.device, group, dtype)
+    if found is None:
+        return "", default
+    layer, kept = found
+    if (kept.steps, kept.restarts) == (steps, restarts):
+        return layer, kept
+    if kept.form == "small":  # whose kernel is of other steps
+        return "", default
+    return layer, replace(kept, steps=steps, restarts=restarts, cost_us=None, p20_us=None, p80_us=None)
+
+
+def _bind(resolver: Resolver, layer: str, recipe: Recipe) -> GroupPlan:
+    picks = {pick.problem: pick for pick in recipe.picks}
+    bindings = {problem: resolver.bind(problem, picks.get(problem), layer) for problem in recipe.products()}
+    if recipe.form == "small" and any(bound.origin == "library" for bound in bindings.values()):
+        form = default_form(recipe.group)  # its kernel is gone, and the library has none in one launch
+        return _bind(resolver, "", Recipe(recipe.group, form, recipe.dtype, recipe.steps, recipe.restarts))
+    return GroupPlan(recipe, layer, MappingProxyType(bindings))
 
 
 def _command(
@@ -179,9 +222,14 @@ def _tune(command: list[str]) -> None:
         raise DmuonTuneError(f"tuning on a miss failed with exit code {done.returncode}; run: {' '.join(command)}")
 
 
-def _report(resolver: Resolver, policy: str, command: str) -> None:
+def report_failures(resolver: Resolver) -> None:
+    """Warn of each kernel that did not compile, once in this process."""
     for failure in resolver.failures:
         _warn_once(failure)
+
+
+def _report(resolver: Resolver, policy: str, command: str) -> None:
+    report_failures(resolver)
     if not resolver.missing:
         return
     what = f"{len(resolver.missing)} of {len(resolver.bound)} products have no tuned kernel on {resolver.device.name}"

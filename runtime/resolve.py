@@ -17,8 +17,11 @@ from dmuon_tune.kernel_specs import kernels, ops
 from dmuon_tune.measure.build import compile_kernel, tuning_key
 from dmuon_tune.measure.winners import contenders, library_kernel, winner
 from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Pick
 from dmuon_tune.spec import KernelSpec
 
+# Untuned kernels of memory-bound and fused work, which the library does in several passes.
+UNTUNED_FUSED = {"momentum": ("triton",), "apply w": ("cutedsl", "triton")}
 # Untuned kernels of symmetric products, preferred first, each from the order m where it beat the library on an H200
 # (2026-11-29): CuTe DSL 1.2x at 1024 and 1.7x at 4096, TileLang 1.3x at 4096 and slower than the library at 2048.
 UNTUNED_FROM_M = {"cutedsl": 1024, "tilelang": 4096}
@@ -63,13 +66,22 @@ class Resolver:
         self.device = device
         self.layers = layers
         self.bound: dict[Problem, Binding] = {}
+        self._compiled_of: dict[tuple[Problem, str, str], Binding] = {}
         self.missing: list[Problem] = []
         self.failures: list[str] = []
         self._use_nearest = use_nearest
         self._every_entry: list[tuple[str, CacheEntry]] | None = None
 
-    def bind(self, problem: Problem) -> Binding:
-        """The problem's callable; NoLegalConfigError where not even the library serves it."""
+    def bind(self, problem: Problem, pick: Pick | None = None, layer: str = "") -> Binding:
+        """The problem's callable; NoLegalConfigError where not even the library serves it.
+
+        ``pick`` is the kernel that a recipe of ``layer`` chose for it, taken while its code is today's.
+        """
+        picked = self._picked(pick, layer) if pick is not None and pick.problem == problem else None
+        if picked is not None:
+            binding = self._compiled(problem, picked)
+            self.bound.setdefault(problem, binding)
+            return binding
         if problem not in self.bound:
             choice = self._tuned(problem)
             if choice is None:
@@ -78,7 +90,27 @@ class Resolver:
             self.bound[problem] = self._compiled(problem, choice)
         return self.bound[problem]
 
+    def bind_end(self, problem: Problem, like: Binding | None = None) -> Binding | None:
+        """The callable of a chain's first or last launch, or None where the library's ways around it serve as well.
+
+        Tuned; else the kernel and configuration of ``like``, the same product with another result; else the untuned
+        kernel of what is fused. It is never ``missing``: what the tuner measures are the chain's own products.
+        """
+        choice = self._tuned(problem) or self._as(problem, like) or self._fused(problem)
+        if choice is None:
+            return None
+        try:
+            return self._compiled(problem, choice)
+        except NoLegalConfigError:  # it did not compile, and the library does not serve it
+            return None
+
     def _compiled(self, problem: Problem, choice: _Choice) -> Binding:
+        key = problem, choice.spec.name, space.config_json(choice.config)
+        if key not in self._compiled_of:
+            self._compiled_of[key] = self._build_binding(problem, choice)
+        return self._compiled_of[key]
+
+    def _build_binding(self, problem: Problem, choice: _Choice) -> Binding:
         try:
             launch = self._build(choice.spec, problem, choice.config, self.device).launch
         except Exception as error:  # a DSL may raise anything; training goes on with the library and says so
@@ -93,6 +125,39 @@ class Resolver:
             problem, choice.origin, choice.layer, choice.spec.name,
             MappingProxyType(space.config_to_dict(choice.config)), choice.median_us, launch,
         )
+
+    def _picked(self, pick: Pick, layer: str) -> _Choice | None:
+        spec = next((spec for spec in kernels(pick.problem.op) if spec.name == pick.kernel), None)
+        if spec is None or not self._runs(spec, pick.problem):
+            return None
+        if tuning_key(spec, pick.problem, self.device).sha256 != pick.key:
+            return None
+        config = space.config_from_dict(spec.Config, pick.config)
+        median_us = next(
+            (
+                entry.measurement.median_us
+                for _, entry in self.layers.entries(pick.problem, self.device)
+                if entry.key.sha256 == pick.key and entry.config == pick.config
+            ),
+            None,
+        )
+        return _Choice("tuned", spec, config, layer, median_us)
+
+    def _as(self, problem: Problem, like: Binding | None) -> _Choice | None:
+        if like is None:
+            return None
+        spec = next(spec for spec in kernels(like.problem.op) if spec.name == like.kernel)
+        config = space.config_from_dict(spec.Config, dict(like.config))
+        return _Choice(like.origin, spec, config, like.layer) if spec.is_legal(problem, config, self.device) else None
+
+    def _fused(self, problem: Problem) -> _Choice | None:
+        name = problem.op if problem.epilogue != "w" else f"{problem.op} {problem.epilogue}"
+        specs = {spec.backend: spec for spec in kernels(problem.op) if self._runs(spec, problem)}
+        for backend in UNTUNED_FUSED.get(name, ()):
+            config = specs[backend].untuned(problem, self.device) if backend in specs else None
+            if config is not None:
+                return _Choice("heuristic", specs[backend], config)
+        return None
 
     def _tuned(self, problem: Problem) -> _Choice | None:
         """The winner among the first layer's entries that are of today's kernels and toolchains."""

@@ -159,12 +159,23 @@ def test_strided_input_and_batches_agree_with_single_matrices() -> None:
 
 
 def test_large_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmuon_tune.recipe.MAX_BATCH_ELEMENTS", 3 * 8 * 16)
-    x = gaussian(8, 8, 16)
+    monkeypatch.setattr("dmuon_tune.recipe.MAX_BATCH_ELEMENTS", 3 * 8 * 19)
+    x = gaussian(8, 8, 19)
     run = GramNewtonSchulz(dtype="float32")
-    pieces = [(start, len(polars)) for start, polars in run.chunks(list(x.unbind()))]
-    assert pieces == [(0, 3), (3, 3), (6, 2)]
     assert error(run(x), plain_float64(x, COEFFICIENTS["polar-express-1.05"])) < 1e-4
+    assert [group.label() for _, group in run._chains] == ["3x8x19", "2x8x19"]
+
+
+@pytest.mark.parametrize("form", ["gram", "plain"])
+def test_a_recipes_pieces_run_one_after_another(form: str, cache_file: Path) -> None:
+    group = Group(7, 12, 20)
+    with Store.open(cache_file) as store:
+        store.put_recipe(fingerprint("cpu"), Recipe(group, form, "float32", chunk=3))
+    x = gaussian(7, 12, 20)
+    run = GramNewtonSchulz(dtype="float32")
+    assert error(run(x), plain_float64(x, COEFFICIENTS["polar-express-1.05"])) < 1e-4
+    (planned,) = run._planned.values()
+    assert set(planned.launches) == {3, 2}
 
 
 def test_zero_gives_zero_and_non_finite_stays_in_its_matrix() -> None:
@@ -178,20 +189,26 @@ def test_zero_gives_zero_and_non_finite_stays_in_its_matrix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "exponent"), [(torch.float32, 60), (torch.bfloat16, 60), (torch.float64, 900), (torch.float16, 12)]
+    ("dtype", "exponent"),
+    [
+        *((dtype, e) for dtype in (torch.float32, torch.bfloat16) for e in (-100, -30, 17, 100)),
+        (torch.float64, 900), (torch.float64, -900), (torch.float16, 12),
+    ],
 )
-def test_the_scale_of_large_input_does_not_matter(dtype: torch.dtype, exponent: int) -> None:
+def test_the_scale_of_the_input_does_not_matter_at_any_size(dtype: torch.dtype, exponent: int) -> None:
     x = gaussian(2, 6, 10).to(dtype)
-    run = GramNewtonSchulz(dtype="float32", eps=1e-30)
+    run = GramNewtonSchulz(dtype="float32")
     torch.testing.assert_close(run(x * 2.0**exponent), run(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_beyond_fp32_is_nan_not_zero(dtype: torch.dtype) -> None:
-    x = gaussian(2, 6, 10).to(dtype)
-    x[1] *= 2.0**110
-    got = GramNewtonSchulz(dtype="float32")(x)
-    assert got[0].isfinite().all() and got[1].isnan().all()
+def test_eps_is_added_to_the_norm() -> None:
+    x = gaussian(2, 6, 10)
+    x[1] = x[0] * 2.0**-40
+    got = GramNewtonSchulz("jordan", steps=1, dtype="float32", eps=1e-3)(x)
+    want = x.double() / (x.double().norm(dim=(-2, -1), keepdim=True) + 1e-3)
+    a, b, c = COEFFICIENTS["jordan"].triples[0]
+    cubic = want @ want.mT @ want
+    assert error(got[1], (a * want + b * cubic + c * cubic @ want.mT @ want)[1]) < 1e-5
 
 
 def test_empty_batch() -> None:
@@ -208,7 +225,8 @@ def test_empty_batch() -> None:
         ({"steps": 0}, "at least 1"),
         ({"restarts": (0,)}, "restarts"),
         ({"dtype": "float8"}, "float8"),
-        ({"eps": 0.0}, "eps"),
+        ({"eps": -1e-7}, "eps"),
+        ({"eps": float("inf")}, "eps"),
     ],
 )
 def test_bad_options_are_named(arguments: dict[str, object], named: str) -> None:

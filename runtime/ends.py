@@ -1,0 +1,59 @@
+"""A chain's ends: the kernels that read matrices where they lie, and those that write the result where it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dmuon_tune.problem import DTYPES, Problem
+
+from .plan import GroupPlan
+from .resolve import Binding, Resolver
+
+Launch = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Launches around a chain; where one is missing, PyTorch does its work in more passes.
+
+    ``first`` is the op ``momentum``. By piece size: ``last`` writes the wanted dtype, ``direct`` is the small form on
+    the matrices as they are, ``weights`` updates the weights in the last product.
+    """
+
+    first: Launch | None
+    last: Mapping[int, Launch]
+    direct: Mapping[int, Launch]
+    weights: Mapping[int, Launch]
+
+
+def resolve_ends(
+    planned: GroupPlan, resolver: Resolver, source: str, mode: str, out: str, updates_weights: bool
+) -> Ends:
+    """The ends of a group's chain for matrices of dtype ``source``, momentum ``mode`` and results of dtype ``out``."""
+    recipe, group = planned.recipe, planned.recipe.group
+    last: dict[int, Binding | None] = {}
+    direct: dict[int, Binding | None] = {}
+    weights: dict[int, Binding | None] = {}
+    for size in set(recipe.pieces):
+        like = planned.ending(size)
+        if out == recipe.dtype:
+            last[size] = like
+        if resolver.device.kind == "cpu" or not {source, out} <= set(DTYPES):
+            continue
+        written = replace(like.problem, out_dtype=out)
+        last.setdefault(size, resolver.bind_end(written, like))
+        if recipe.form == "small":
+            direct[size] = resolver.bind_end(replace(written, dtype=source), like)
+        elif recipe.form == "gram" and updates_weights:
+            weights[size] = resolver.bind_end(replace(written, epilogue="w"), like)
+    first = None
+    if resolver.device.kind == "cuda" and source in DTYPES:
+        problem = Problem("momentum", group.batch, group.m, group.n, 1, source, recipe.dtype, "row", mode)
+        first = resolver.bind_end(problem)
+    return Ends(first.launch if first else None, _launches(last), _launches(direct), _launches(weights))
+
+
+def _launches(bound: Mapping[int, Binding | None]) -> dict[int, Launch]:
+    return {size: binding.launch for size, binding in bound.items() if binding is not None}

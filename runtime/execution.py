@@ -1,0 +1,245 @@
+"""Executes one group's plan: matrices where they lie → polar factors where they are wanted, by graph replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from logging import getLogger
+
+import torch
+from torch import Tensor
+
+from dmuon_tune import chains
+from dmuon_tune.chains import Last
+from dmuon_tune.coefficients import CoefficientSet, Triple
+from dmuon_tune.kernel_specs.momentum_library import update
+
+from .ends import Ends
+from .plan import GroupPlan
+from .static import Static, Workspace, capturing
+
+ALIGNMENT_BYTES = 16  # of what products read and write
+
+logger = getLogger("dmuon_tune.runtime")
+
+Matrices = Tensor | tuple[Tensor, ...]  # equal contiguous matrices: a batch, or a tensor each
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """How U comes of gradients: ``mode`` none (they are U), m (accumulated) or n (Nesterov) with the buffers and μ."""
+
+    mode: str = "none"
+    buffers: tuple[Tensor, ...] = ()
+    mu: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Matrices ``part`` of a batch, orthogonalized but for the last product; ``direct``: that reads them themselves."""
+
+    index: int
+    part: slice
+    size: int
+    last: Last
+    direct: bool
+
+
+@dataclass(frozen=True)
+class _Replay:
+    graph: torch.cuda.CUDAGraph
+    last: Last
+    version: int
+
+
+class GroupChain:
+    """One group's chain on one device: eager at its first call, by graph from then on where ``graphs``.
+
+    The first and the last launch stay outside the graphs, so these hold no address of the caller's and no rate.
+    """
+
+    def __init__(
+        self, planned: GroupPlan, workspace: Workspace, triples: Sequence[Triple], coefficients: CoefficientSet,
+        eps: float, graphs: bool,
+    ) -> None:
+        self._planned, self._workspace, self._triples = planned, workspace, triples
+        self._norm_factor, self._eps = coefficients.norm_factor, eps / coefficients.norm_factor
+        self._graphs = graphs and workspace.device.type == "cuda"
+        self._called: set[int] = set()
+        self._replays: dict[int, _Replay] = {}
+        self._buffers: tuple[int, Tensor, Tensor, list[Tensor]] | None = None
+        device, pieces = workspace.device, planned.recipe.pieces
+        self._gradients, self._momenta = Static(device, torch.int64), Static(device, torch.int64)
+        self._coefficients = Static(device, torch.float32, columns=3)
+        self._weights = [Static(device, torch.int64) for _ in pieces]
+        self._rates = [Static(device, torch.float32, columns=2) for _ in pieces]
+
+    def polar(self, matrices: Matrices, momentum: Momentum, ends: Ends, out: Tensor) -> None:
+        """The polar factors into ``out``, contiguous, (batch, rows, cols), of the dtype that ``ends`` are made for."""
+        workspace = self._entered()
+        for piece in self._pieces(matrices, momentum, ends, workspace):
+            self._write(piece, ends, out[piece.part], workspace)
+
+    def step(
+        self, gradients: Matrices, momentum: Momentum, ends: Ends, weights: Sequence[Tensor],
+        rates: Sequence[tuple[float, float]],
+    ) -> None:
+        """W ← decay·W − rate·polar, for each of the weights with its (decay, rate)."""
+        workspace = self._entered()
+        for piece in self._pieces(gradients, momentum, ends, workspace):
+            members, their_rates = weights[piece.part], rates[piece.part]
+            fused = ends.weights.get(piece.size)
+            if fused is not None and all(_writable(weight) for weight in members):
+                addresses = self._weights[piece.index].holding(tuple([weight.data_ptr() for weight in members]))
+                table = self._rates[piece.index].holding(tuple([value for pair in their_rates for value in pair]))
+                fused(piece.last.q, piece.last.x, addresses, table, *piece.last.scalars)
+            else:
+                polar = workspace.buffer("polar", (piece.size, *members[0].shape), members[0].dtype)
+                self._write(piece, ends, polar, workspace)
+                _move(members, polar.unbind(), their_rates)
+
+    def _entered(self) -> Workspace:
+        """The shared buffers; in a capture of the caller's buffers of its own, which its graph then keeps."""
+        if capturing(self._workspace.device):
+            return Workspace(self._workspace.device)
+        self._workspace.follow()
+        return self._workspace
+
+    def _pieces(
+        self, matrices: Matrices, momentum: Momentum, ends: Ends, workspace: Workspace
+    ) -> Iterator[_Piece]:
+        """Orthogonalize piece by piece; the next one overwrites what the last product of one reads."""
+        recipe = self._planned.recipe
+        small = recipe.form == "small"
+        direct = small and momentum.mode == "none" and isinstance(matrices, Tensor) and self._reads(matrices, ends)
+        x, y, squares = (matrices, matrices, []) if direct else self._work(workspace)
+        assert isinstance(x, Tensor) and isinstance(y, Tensor)
+        if not direct:
+            self._first(matrices, momentum, ends, x)
+        start = 0
+        for index, size in enumerate(recipe.pieces):
+            part = slice(start, start + size)
+            start += size
+            if small:
+                table = self._coefficients.holding(tuple([value for triple in self._triples for value in triple]))
+                last = Last(x[part], table, y[part], (self._norm_factor,))
+            else:
+                last = self._products(index, part, x, y, squares, workspace)
+            yield _Piece(index, part, size, last, direct)
+
+    def _reads(self, matrices: Tensor, ends: Ends) -> bool:
+        """Whether the small form reads these matrices themselves."""
+        pieces = self._planned.recipe.pieces
+        matrix_bytes = matrices[0].numel() * matrices.element_size()
+        aligned = matrices.data_ptr() % ALIGNMENT_BYTES == 0 and (
+            len(pieces) == 1 or matrix_bytes % ALIGNMENT_BYTES == 0
+        )
+        return aligned and all(size in ends.direct for size in pieces)
+
+    def _work(self, workspace: Workspace) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """X, Y and the squares of the chain."""
+        own = workspace is self._workspace
+        if own and self._buffers is not None and self._buffers[0] == workspace.version:
+            return self._buffers[1:]
+        recipe, group = self._planned.recipe, self._planned.recipe.group
+        dtype: torch.dtype = getattr(torch, recipe.dtype)
+        x, y = (workspace.buffer(name, (group.batch, group.rows, group.cols), dtype) for name in ("x", "y"))
+        square = (max(recipe.pieces), group.m, group.m)
+        squares = [workspace.buffer(f"s{i}", square, dtype) for i in range(chains.SQUARES[recipe.form])]
+        if own:
+            self._buffers = workspace.version, x, y, squares
+        return x, y, squares
+
+    def _first(self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor) -> None:
+        """x = input_scale · U / (norm_factor · ‖U‖_F + eps), rounded once."""
+        scale = chains.input_scale(self._planned.recipe.group.m) / self._norm_factor
+        buffers = momentum.buffers
+        by_address = all(buffer.dtype == matrices[0].dtype and buffer.is_contiguous() for buffer in buffers)
+        if ends.first is None or not by_address:
+            update(list(matrices), buffers, x, momentum.mode, momentum.mu, scale, self._eps)
+        elif momentum.mode == "none":
+            ends.first(self._gradients.holding(_addresses(matrices)), x, scale, self._eps)
+        else:
+            gradients = self._gradients.holding(_addresses(matrices))
+            ends.first(gradients, self._momenta.holding(_addresses(buffers)), x, momentum.mu, scale, self._eps)
+
+    def _products(
+        self, index: int, part: slice, x: Tensor, y: Tensor, squares: list[Tensor], workspace: Workspace
+    ) -> Last:
+        """Every product of one piece but the last."""
+        def launched() -> Last:
+            size = part.stop - part.start
+            some = [square[:size] for square in squares]
+            recipe = self._planned.recipe
+            return chains.all_but_last(
+                recipe.form, self._planned.launches[size], x[part], y[part], some, self._triples, recipe.restarts
+            )
+
+        if not self._graphs or workspace is not self._workspace:
+            return launched()
+        held = self._replays.get(index)
+        if held is None or held.version != workspace.version:
+            if index not in self._called:  # what is loaded or allocated at a first launch cannot be captured
+                self._called.add(index)
+                return launched()
+            held = self._captured(launched)
+            if held is None:
+                self._graphs = False
+                return launched()
+            self._replays[index] = held
+        held.graph.replay()
+        return held.last
+
+    def _captured(self, launched: Callable[[], Last]) -> _Replay | None:
+        """A graph of these launches, which it does not run; None, and one warning, where they cannot be captured."""
+        graph, stream = torch.cuda.CUDAGraph(), self._workspace.capture_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                # Other threads (a data loader's, NCCL's) may allocate meanwhile.
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    last = launched()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            logger.warning("%s runs without a CUDA graph: %s", self._planned.recipe.group.label(), error)
+            return None
+        return _Replay(graph, last, self._workspace.version)
+
+    def _write(self, piece: _Piece, ends: Ends, out: Tensor, workspace: Workspace) -> None:
+        """The last product of a piece into ``out``."""
+        launch = (ends.direct if piece.direct else ends.last).get(piece.size)
+        last = piece.last
+        if launch is None:
+            self._planned.ending(piece.size).launch(last.q, last.x, last.out, *last.scalars)
+            out.copy_(last.out)
+        elif _writable(out):
+            launch(last.q, last.x, out, *last.scalars)
+        else:
+            aligned = workspace.buffer("aligned", tuple(out.shape), out.dtype)
+            launch(last.q, last.x, aligned, *last.scalars)
+            out.copy_(aligned)
+
+
+def _addresses(matrices: Matrices) -> Sequence[int]:
+    """Where each matrix begins."""
+    if isinstance(matrices, Tensor):
+        start, count, matrix = matrices.data_ptr(), len(matrices), matrices[0]
+        step = matrix.numel() * matrix.element_size()
+        return range(start, start + count * step, step)
+    return tuple([matrix.data_ptr() for matrix in matrices])
+
+
+def _writable(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % ALIGNMENT_BYTES == 0 and tensor.is_contiguous()
+
+
+def _move(weights: Sequence[Tensor], directions: Sequence[Tensor], rates: Sequence[tuple[float, float]]) -> None:
+    """W ← decay·W − rate·direction."""
+    for decay, rate in set(rates):
+        at = [place for place, pair in enumerate(rates) if pair == (decay, rate)]
+        some = [weights[place] for place in at]
+        if decay != 1.0:
+            torch._foreach_mul_(some, decay)
+        torch._foreach_add_(some, [directions[place] for place in at], alpha=-rate)

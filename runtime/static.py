@@ -1,0 +1,93 @@
+"""Device memory that captured graphs rely on: small tensors of host values, work buffers, and the order of streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the caller captures a CUDA graph of its own."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Static:
+    """A tensor at a fixed address that holds host values and is rewritten only where they changed, without waiting.
+
+    In a capture of the caller's each use writes a tensor of its own: a graph must not rely on what later calls change.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, columns: int = 0) -> None:
+        self._device, self._dtype, self._columns = device, dtype, columns
+        self._values: Sequence[float] | None = None
+        self._tensor: Tensor | None = None
+
+    def holding(self, values: Sequence[float]) -> Tensor:
+        """The tensor, (len,) or (len / columns, columns), with these values; a range is written by one launch."""
+        if capturing(self._device):
+            return self._shaped(_written(self._empty(len(values)), values, in_capture=True))
+        if self._tensor is None or self._values is None or len(self._values) != len(values):
+            self._tensor, self._values = self._empty(len(values)), None
+        if values != self._values:
+            _written(self._tensor, values, in_capture=False)
+            self._values = values
+        return self._shaped(self._tensor)
+
+    def _empty(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=self._dtype, device=self._device)
+
+    def _shaped(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1, self._columns) if self._columns else tensor
+
+
+def _written(tensor: Tensor, values: Sequence[float], in_capture: bool) -> Tensor:
+    if isinstance(values, range):
+        torch.arange(values.start, values.stop, values.step, dtype=tensor.dtype, out=tensor)
+    elif in_capture:  # a copy from host memory cannot be captured, a kernel's argument can
+        for place, value in zip(tensor.unbind(), values, strict=True):
+            place.fill_(value)
+    else:  # from pageable memory: the driver has taken the values when the call returns
+        tensor.copy_(torch.tensor(values, dtype=tensor.dtype), non_blocking=True)
+    return tensor
+
+
+class Workspace:
+    """Work buffers on one device that all groups share; each grows to the largest of them.
+
+    ``version`` changes when a buffer moves: graphs that were captured before it are then void.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.version = 0
+        self._buffers: dict[tuple[torch.dtype, str], Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._capture_stream: torch.cuda.Stream | None = None
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous view of this shape of the buffer of this name."""
+        size = math.prod(shape)
+        held = self._buffers.get((dtype, name))
+        if held is None or held.numel() < size:
+            held = self._buffers[dtype, name] = torch.empty(size, dtype=dtype, device=self.device)
+            self.version += 1
+        return held[:size].view(shape)
+
+    def follow(self) -> None:
+        """Let the current stream wait for the one that used the buffers before it."""
+        if self.device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+        self._stream = current
+
+    @property
+    def capture_stream(self) -> torch.cuda.Stream:
+        """The one stream that captures run on: the vendor library keeps a workspace for each."""
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._capture_stream
