@@ -6,7 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dmuon_tune.device import DeviceFingerprint
+
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int64": "*i64"}
+
+
+OVERLAP_FROM = 90  # the first architecture with programmatic dependent launch
+
+
+def overlap(device: DeviceFingerprint) -> tuple[bool, dict[str, bool]]:
+    """Whether kernels here may start before the one in front ends, and the compiler's options for those that do."""
+    overlaps = device.sm >= OVERLAP_FROM
+    return overlaps, {"launch_pdl": True} if overlaps else {}
 
 
 @dataclass(frozen=True)

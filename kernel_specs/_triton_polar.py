@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from ._triton_overlap import after_launches_before
+
 
 @triton.jit
 def _block(M: tl.constexpr, N: tl.constexpr, TALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, first):
@@ -39,9 +41,10 @@ def _triple(coefficients, STEP: tl.constexpr, SCALE: tl.constexpr):
 def plain(
     u, coefficients, y, norm_factor,
     M: tl.constexpr, N: tl.constexpr, TALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr, SCALE: tl.constexpr,
+    STEPS: tl.constexpr, SCALE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """X stays in registers: per step A = XXᵀ, Z = bA + cA², X ← ZX + aX."""
+    after_launches_before(OVERLAP)
     base = tl.program_id(0).to(tl.int64) * (M * N)
     offsets, inside = _block(M, N, TALL, BLOCK_M, BLOCK_N, 0)
     wide = tl.load(u + base + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -63,9 +66,11 @@ def gram(
     u, coefficients, y, norm_factor,
     M: tl.constexpr, N: tl.constexpr, TALL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STEPS: tl.constexpr, SCALE: tl.constexpr, RESTART: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """R = XXᵀ and Q stay in registers, X is read BLOCK_N columns at a time: for its largest entry, for R, for the
     restart's R (RESTART = 0: none) and for the result. After the restart QX is made again where it is needed."""
+    after_launches_before(OVERLAP)
     base = tl.program_id(0).to(tl.int64) * (M * N)
     largest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, N, BLOCK_N):

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from ._triton_overlap import after_launches_before
+
 
 @triton.jit
 def _triangle_row(index):
@@ -65,12 +67,14 @@ def symmetric(
     a, b, c, d, alpha, beta, gamma,
     M: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, HAS_C: tl.constexpr, HAS_I: tl.constexpr,
     TILES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PANEL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """D = αABᵀ (+ βC) (+ γI), D symmetric: one program a tile that touches the lower triangle, stored twice."""
     batch = (tl.program_id(0) // TILES).to(tl.int64)
     tile_i, tile_j = _lower_tile(tl.program_id(0) % TILES, M, TILE_M, TILE_N, PANEL)
     first_row = tile_i * TILE_M
     first_col = tile_j * TILE_N
+    after_launches_before(OVERLAP)
     if first_row < M and first_col < M:
         a += batch * (M * K)
         b += batch * (M * K)
@@ -106,6 +110,7 @@ def apply(
     q, x, y, alpha, beta,
     ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, HAS_C: tl.constexpr,
     TILES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PANEL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The stored ROWS×COLS matrix Y: αQX (+ βX) in ``row`` layout, αXQᵀ (+ βX) in ``col``; one program a tile."""
     TILE_ROWS: tl.constexpr = (ROWS + TILE_M - 1) // TILE_M
@@ -117,6 +122,7 @@ def apply(
     index %= PANEL * TILE_COLS
     first_row = (first_tile + index % height) * TILE_M
     first_col = index // height * TILE_N
+    after_launches_before(OVERLAP)
     x += batch * (ROWS * COLS)
     q += batch * (K * K)
     acc = tl.zeros((TILE_M, TILE_N), tl.float32)

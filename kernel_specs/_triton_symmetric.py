@@ -8,10 +8,11 @@ from typing import Any
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.problem import Problem
 
-from ._triton import POINTERS, TritonKernel, TritonProgram
+from . import _triton_tiles
+from ._triton import POINTERS, TritonKernel, TritonProgram, overlap
 from ._triton_tiles import TileConfig, lower_tiles
 
-SOURCES = (__name__, *(f"{__package__}.{name}" for name in ("_triton", "_triton_products", "_triton_tiles")))
+SOURCES = (__name__, *_triton_tiles.SOURCES)
 
 
 def build(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> TritonProgram:
@@ -22,12 +23,13 @@ def build(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> Tr
     operand, result = POINTERS[problem.dtype], POINTERS[problem.out_dtype]
     types = {"a": operand, "b": operand, "c": operand if problem.has_c else result, "d": result}
     types |= dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
+    overlaps, options = overlap(device)
     constants = {
         "M": problem.m, "K": problem.k, "ROW": problem.layout == "row", "HAS_C": problem.has_c,
         "HAS_I": problem.has_identity, "TILES": tiles, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
-        "TILE_K": config.tile_k, "PANEL": config.panel,
+        "TILE_K": config.tile_k, "PANEL": config.panel, "OVERLAP": overlaps,
     }
-    kernel = TritonKernel(symmetric, types, constants, config.warps, config.stages, ("a", "b", "c", "d"))
+    kernel = TritonKernel(symmetric, types, constants, config.warps, config.stages, ("a", "b", "c", "d"), options)
     return TritonProgram((kernel,), _host(problem, (tiles * problem.batch, 1, 1)))
 
 

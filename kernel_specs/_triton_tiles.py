@@ -11,6 +11,7 @@ from dmuon_tune.device import MAX_REGISTERS_PER_THREAD, DeviceFingerprint
 from dmuon_tune.problem import ITEM_BYTES, Problem
 from dmuon_tune.space import choice, enumerate_space
 
+SOURCES = tuple(f"{__package__}.{name}" for name in ("_triton", "_triton_overlap", "_triton_products", "_triton_tiles"))
 TILE = (64, 128, 256)
 TILE_K = (32, 64, 128)
 WARP = 32

@@ -10,7 +10,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.spec import KernelSpec
 
 from . import _triton_tiles
-from ._triton import POINTERS, TritonKernel, TritonProgram
+from ._triton import POINTERS, TritonKernel, TritonProgram, overlap
 from ._triton_tiles import TileConfig, apply_shape
 
 
@@ -35,12 +35,13 @@ def build(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> Tr
         "q": POINTERS[problem.dtype], "x": POINTERS[problem.dtype], "y": POINTERS[problem.out_dtype], "alpha": "fp32",
         "beta": "fp32",
     }
+    overlaps, options = overlap(device)
     constants = {
         "ROWS": shape.rows, "COLS": shape.cols, "K": shape.k, "ROW": problem.layout == "row", "HAS_C": problem.has_c,
         "TILES": tiles, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "TILE_K": config.tile_k,
-        "PANEL": config.panel,
+        "PANEL": config.panel, "OVERLAP": overlaps,
     }
-    kernel = TritonKernel(apply, types, constants, config.warps, config.stages, ("q", "x", "y"))
+    kernel = TritonKernel(apply, types, constants, config.warps, config.stages, ("q", "x", "y"), options)
     grid = (tiles * problem.batch, 1, 1)
 
     def host(run: Callable[..., None]) -> Callable[..., None]:
@@ -53,7 +54,5 @@ def build(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> Tr
 
 
 KERNEL = KernelSpec(
-    "apply", "triton", TileConfig, refusal, build,
-    (__name__, *(f"{__package__}.{name}" for name in ("_triton", "_triton_products", "_triton_tiles"))),
-    illegality, heuristic,
+    "apply", "triton", TileConfig, refusal, build, (__name__, *_triton_tiles.SOURCES), illegality, heuristic
 )

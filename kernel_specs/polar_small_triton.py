@@ -10,7 +10,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
-from ._triton import POINTERS, TritonKernel, TritonProgram
+from ._triton import POINTERS, TritonKernel, TritonProgram, overlap
 from .polar_small import internal_scale, schedule
 
 MAX_M = 128
@@ -92,17 +92,19 @@ def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> T
     from . import _triton_polar as functions
 
     steps, restarts = schedule(problem)
+    overlaps, options = overlap(device)
     constants = {
         "M": problem.m, "N": problem.n, "TALL": problem.layout == "col", "BLOCK_M": padded(problem.m),
         "BLOCK_N": config.block_n, "STEPS": steps, "SCALE": internal_scale(problem.m),
     }
     if config.form == "gram":
         constants["RESTART"] = restarts[0] if restarts else 0
+    constants["OVERLAP"] = overlaps
     types = {
         "u": POINTERS[problem.dtype], "coefficients": "*fp32", "y": POINTERS[problem.out_dtype], "norm_factor": "fp32",
     }
     function = functions.plain if config.form == "plain" else functions.gram
-    kernel = TritonKernel(function, types, constants, config.warps, config.stages, ("u", "y"))
+    kernel = TritonKernel(function, types, constants, config.warps, config.stages, ("u", "y"), options)
     grid = (problem.batch, 1, 1)
 
     def host(run):  # type: ignore[no-untyped-def]
@@ -113,6 +115,6 @@ def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> T
 
 KERNEL = KernelSpec(
     "polar_small", "triton", PolarConfig, refusal, build,
-    (__name__, f"{__package__}.polar_small", f"{__package__}._triton_polar", f"{__package__}._triton"),
+    (__name__, *(f"{__package__}.{name}" for name in ("polar_small", "_triton", "_triton_overlap", "_triton_polar"))),
     illegality, heuristic,
 )

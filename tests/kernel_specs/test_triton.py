@@ -49,8 +49,8 @@ def polar(
 
 PRODUCT_CASES = [
     (problem("gram", 2, 300, 70), TileConfig(128, 128, 64, 2, 8, 1)),
-    (problem("gram", 1, 700, 33, layout="col"), TileConfig(64, 128, 32, 2, 4, 4)),
-    (problem("gram", 1, 900, 16), TileConfig(256, 64, 32, 2, 8, 8)),
+    (problem("gram", 1, 330, 33, layout="col"), TileConfig(64, 128, 32, 2, 4, 4)),
+    (problem("gram", 1, 530, 16), TileConfig(256, 64, 32, 2, 8, 1)),
     (problem("gram", 2, 1, 1), TileConfig(64, 64, 32, 2, 4, 1)),
     (problem("gemm_symmetric", 2, 130, 130, epilogue="ci"), TileConfig(64, 64, 64, 2, 4, 1)),
     (problem("gemm_symmetric", 1, 130, 130, layout="col", epilogue="i"), TileConfig(64, 256, 64, 2, 8, 1)),
@@ -79,7 +79,7 @@ def version(distribution: str) -> tuple[int, ...]:
 
 def interpreted(spec_problem: Problem, config: Any) -> str:
     """Why the check fails on this kernel run by Triton's interpreter, on the CPU, or nothing."""
-    program = KERNELS[spec_problem.op].build(spec_problem, config, H200)
+    program = KERNELS[spec_problem.op].build(spec_problem, config, A100)  # no overlap of launches
     (one,) = program.kernels
 
     def run(grid: tuple[int, int, int], *arguments: Any) -> None:
