@@ -17,8 +17,9 @@ class TuneOptions:
 
     ``backends``: the DSLs to try (None: all); the library is always measured, as the baseline. ``trials``:
     configurations a problem over all kernels, those in the cache counted; the library and each kernel's untuned
-    configuration are measured even beyond it. ``budget_s``: seconds for the whole run (None: no limit). ``workers``:
-    measuring processes (None: by device). Raises UsageError for values that make no sense.
+    configuration are measured even beyond it. ``budget_s``: seconds for the whole run (None: no limit), of which whole
+    chains have a share (:func:`dmuon_tune.search.tuner.chains_share_s`). ``workers``: measuring processes (None: by
+    device). Raises UsageError for values that make no sense.
     """
 
     device: str = "auto"
@@ -57,10 +58,21 @@ class ProblemReport:
 
 
 @dataclass(frozen=True)
+class ChainReport:
+    """Whole chains: timed by this run (``failed`` of them not ok), found in the cache, and the groups whose chains the
+    budget's end left ``unfinished``."""
+
+    timed: int = 0
+    reused: int = 0
+    failed: int = 0
+    unfinished: int = 0
+
+
+@dataclass(frozen=True)
 class TuneReport:
     """``problems``: most expensive first. ``unavailable``: backend → why it cannot run here. ``complete``: False where
     the budget ended the run before its trials were done. ``contended``: how many of this run's timings other processes
-    disturbed."""
+    disturbed, chains' included."""
 
     device: DeviceFingerprint
     problems: list[ProblemReport]
@@ -70,3 +82,4 @@ class TuneReport:
     unavailable: dict[str, str]
     complete: bool
     contended: int = 0
+    chains: ChainReport = ChainReport()

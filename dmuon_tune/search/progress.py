@@ -13,6 +13,7 @@ from rich.table import Column
 
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Recipe
 
 PLAIN_INTERVAL_S = 10.0
 
@@ -31,6 +32,12 @@ class Progress(Protocol):
     ) -> None:
         """A configuration's result is in the cache; ``best_us`` is the problem's fastest median so far."""
 
+    def chains_started(self, groups: int, left_s: float | None) -> None:
+        """The products are done; chains of ``groups`` groups will be timed, for ``left_s`` seconds at most."""
+
+    def timed(self, recipe: Recipe, measurement: Measurement, best_us: float | None) -> None:
+        """A chain's result is in the cache; ``best_us`` is the group's fastest median so far."""
+
     def finished(self) -> None:
         """The run ended, in whatever way."""
 
@@ -47,6 +54,12 @@ class Silent:
     def measured(
         self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
     ) -> None:
+        pass
+
+    def chains_started(self, groups: int, left_s: float | None) -> None:
+        pass
+
+    def timed(self, recipe: Recipe, measurement: Measurement, best_us: float | None) -> None:
         pass
 
     def finished(self) -> None:
@@ -102,6 +115,17 @@ class TerminalBar:
         doing = f"{problem.label()}: {_outcome(kernel, measurement, best_us)}"
         self._bar.update(self._task, advance=1, left=self._clock.left(), doing=doing)
 
+    def chains_started(self, groups: int, left_s: float | None) -> None:
+        self._clock = Clock(0, left_s)
+        doing = f"chains of {groups} groups"
+        self._task = self._bar.add_task("chains", total=None, left=self._clock.left(), doing=doing)
+        self._bar.start()
+
+    def timed(self, recipe: Recipe, measurement: Measurement, best_us: float | None) -> None:
+        self._bar.update(
+            self._task, advance=1, left=self._clock.left(), doing=_chain_outcome(recipe, measurement, best_us)
+        )
+
     def finished(self) -> None:
         self._bar.stop()
 
@@ -131,6 +155,16 @@ class PlainLines:
             outcome = _outcome(kernel, measurement, best_us)
             self._write(f"tuning {clock.done}/{clock.total}, {clock.left()} left; {problem.label()}: {outcome}")
 
+    def chains_started(self, groups: int, left_s: float | None) -> None:
+        self._clock = Clock(0, left_s)
+        self._write(f"timing the chains of {groups} group{'s' * (groups != 1)}")
+
+    def timed(self, recipe: Recipe, measurement: Measurement, best_us: float | None) -> None:
+        self._clock.done += 1
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._interval_s
+            self._write(f"timing chain {self._clock.done}; {_chain_outcome(recipe, measurement, best_us)}")
+
     def finished(self) -> None:
         pass
 
@@ -150,6 +184,14 @@ def _trying(problem: Problem, kernel: str, config: dict[str, Any]) -> str:
 
 
 def _outcome(kernel: str, measurement: Measurement, best_us: float | None) -> str:
+    return f"{kernel.partition('.')[2]} {_result(measurement, best_us)}"
+
+
+def _chain_outcome(recipe: Recipe, measurement: Measurement, best_us: float | None) -> str:
+    pieces = "" if recipe.chunk is None else f" in {len(recipe.pieces)} pieces"
+    return f"{recipe.group.label()}: {recipe.form} chain{pieces} {_result(measurement, best_us)}"
+
+
+def _result(measurement: Measurement, best_us: float | None) -> str:
     result = f"{measurement.median_us:.1f} us" if measurement.median_us is not None else measurement.status
-    best = "" if best_us is None else f", best {best_us:.1f} us"
-    return f"{kernel.partition('.')[2]} {result}{best}"
+    return result + ("" if best_us is None else f", best {best_us:.1f} us")

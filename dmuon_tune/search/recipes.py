@@ -1,24 +1,177 @@
-"""Picks each group's recipe: the form whose chain of winners costs least."""
+"""Searches each group's recipe: forms, pieces and tied kernels, decided by timing whole chains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group, Recipe, chain, forms
+from dmuon_tune import chains
+from dmuon_tune.cache import CacheEntry
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measure.winners import library_kernel
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import ITEM_BYTES, Problem
+from dmuon_tune.recipe import Group, Pick, Recipe, chain
+from dmuon_tune.space import config_from_dict, config_to_dict
+from dmuon_tune.spec import KernelSpec
+
+HOPELESS = 1.5  # times the cheapest form's sum of winners: no chain gains that much over another
+FASTER = 1.01  # a chain replaces the best one where it is faster by more than a graph's run-to-run difference
+L2_SHARE = 0.5  # of the L2 that a piece's square matrices may fill: X passes through it too
+WINNER, RUNNER_UP = 0, 1
+
+Role = tuple[str, str]  # (op, epilogue): a product's place in a chain
 
 
-def cheapest_recipes(groups: Iterable[Group], dtype: str, winner_us: Mapping[Problem, float]) -> list[Recipe]:
-    """One recipe a group, in order, from the winners' microseconds a launch; a group whose every form has a product
-    without a winner gets none."""
-    recipes = []
-    for group in dict.fromkeys(groups):
-        costed = []
-        for form in forms(group):
-            products = chain(group, form, dtype)
-            if products.keys() <= winner_us.keys():
-                cost_us = sum(count * winner_us[problem] for problem, count in products.items())
-                costed.append(Recipe(group, form, dtype, cost_us=cost_us))
-        if costed:
-            recipes.append(min(costed, key=lambda recipe: recipe.cost_us or 0.0))
-    return recipes
+@dataclass(frozen=True)
+class Tuned:
+    """A product's winner and, where one ties with it, the runner-up."""
+
+    winner: CacheEntry
+    runner_up: CacheEntry | None = None
+
+    @property
+    def median_us(self) -> float:
+        return self.winner.measurement.median_us or 0.0
+
+
+def estimates(
+    group: Group, forms: Iterable[str], dtype: str, tuned: Mapping[Problem, Tuned]
+) -> list[Recipe]:
+    """A recipe for each form whose products all have winners, the smallest sum of their times first."""
+    costed = []
+    for form in forms:
+        products = chain(group, form, dtype)
+        if products.keys() <= tuned.keys():
+            cost_us = sum(count * tuned[problem].median_us for problem, count in products.items())
+            costed.append(Recipe(group, form, dtype, cost_us=cost_us))
+    return sorted(costed, key=lambda recipe: recipe.cost_us or 0.0)
+
+
+def chunks(group: Group, form: str, dtype: str, l2_bytes: int) -> list[int]:
+    """Halves, quarters and so on of a batch, down to the first whose square matrices stay in the L2."""
+    per_matrix = chains.SQUARES[form] * group.m**2 * ITEM_BYTES[dtype]
+    found, most = [], group.batch
+    while most > 1 and most * per_matrix > L2_SHARE * l2_bytes:
+        most = -(-most // 2)
+        found.append(most)
+    return found
+
+
+class ChainSearch:
+    """One group's search: ``candidate`` is the chain to time next, None at the end; ``observe`` tells its outcome.
+
+    Coordinate by coordinate: the form, with the winners' kernels and the whole batch at once; then smaller pieces; then
+    for each product that has one the runner-up; at last (``is_pricing``) the costs of smaller batches.
+    """
+
+    def __init__(
+        self, estimated: Sequence[Recipe], tuned: Mapping[Problem, Tuned], specs: Sequence[KernelSpec],
+        device: DeviceFingerprint,
+    ) -> None:
+        self.group = estimated[0].group
+        self.is_pricing = False
+        self._estimated, self._tuned, self._device = estimated, tuned, device
+        self._specs = {spec.name: spec for spec in specs}
+        self._failed: set[str] = set()
+        self._best: tuple[Recipe, Measurement] | None = None
+        self._costs: list[tuple[int, float]] = []
+        self._steps = self._walk()
+        self.candidate = next(self._steps, None)
+
+    def observe(self, measurement: Measurement) -> None:
+        try:
+            self.candidate = self._steps.send(measurement)
+        except StopIteration:
+            self.candidate = None
+
+    @property
+    def best_us(self) -> float | None:
+        return self._best[1].median_us if self._best else None
+
+    def recipe(self) -> Recipe:
+        """The fastest chain timed so far; where none was, the cheapest estimate of a form that did not fail."""
+        if self._best is None:
+            left = [recipe for recipe in self._estimated if recipe.form not in self._failed]
+            return (left or self._estimated)[0]
+        recipe, measurement = self._best
+        return replace(
+            recipe, cost_us=measurement.median_us, p20_us=measurement.p20_us, p80_us=measurement.p80_us,
+            batch_costs=tuple(self._costs),
+        )
+
+    def _walk(self) -> Generator[Recipe, Measurement, None]:
+        limit_us = HOPELESS * (self._estimated[0].cost_us or 0.0)
+        for recipe in self._estimated:
+            if (recipe.cost_us or 0.0) <= limit_us or self._best is None:
+                yield from self._try(replace(recipe, cost_us=None), {})
+        if self._best is None:
+            return
+        recipe = self._best[0]
+        for chunk in chunks(self.group, recipe.form, recipe.dtype, self._device.l2_bytes):
+            yield from self._try(replace(recipe, chunk=chunk), {})
+        picked: dict[Role, int] = {}
+        for problem in chain(self.group, recipe.form, recipe.dtype):
+            if self._tuned[problem].runner_up is not None:
+                other = {**picked, (problem.op, problem.epilogue): RUNNER_UP}
+                if (yield from self._try(self._best[0], other)):
+                    picked = other
+        self.is_pricing = True
+        yield from self._price(picked)
+
+    def _try(self, recipe: Recipe, picked: Mapping[Role, int]) -> Generator[Recipe, Measurement, bool]:
+        """Time a chain and keep it where it is the fastest; whether it is."""
+        complete = replace(recipe, picks=self._picks(recipe, picked))
+        measurement = yield complete
+        if measurement.median_us is None:
+            self._failed.add(recipe.form)
+            return False
+        if self._best is not None and measurement.median_us * FASTER > (self.best_us or 0.0):
+            return False
+        self._best = complete, measurement
+        return True
+
+    def _price(self, picked: Mapping[Role, int]) -> Generator[Recipe, Measurement, None]:
+        assert self._best is not None
+        whole, batch = self._best[0], 1
+        while batch < self.group.batch:
+            group = replace(self.group, batch=batch)
+            chunk = whole.chunk if whole.chunk is not None and whole.chunk < batch else None
+            smaller = replace(whole, group=group, chunk=chunk)
+            measurement = yield replace(smaller, picks=self._picks(smaller, picked))
+            if measurement.median_us is not None:
+                self._costs.append((batch, measurement.median_us))
+            batch *= 2
+
+    def _picks(self, recipe: Recipe, picked: Mapping[Role, int]) -> tuple[Pick, ...]:
+        whole = {(p.op, p.epilogue): p for p in chain(self.group, recipe.form, recipe.dtype)}
+        return tuple(
+            self._pick(problem, self._tuned[whole[role]], picked.get(role, WINNER))
+            for problem in recipe.products()
+            for role in [(problem.op, problem.epilogue)]
+        )
+
+    def _pick(self, problem: Problem, tuned: Tuned, which: int) -> Pick:
+        """The chosen kernel, at another batch than the tuned one with the same configuration where that is legal."""
+        entry = tuned.winner if which == WINNER or tuned.runner_up is None else tuned.runner_up
+        if problem != entry.key.problem and problem in self._tuned:
+            entry = self._tuned[problem].winner  # this batch was tuned as well
+        spec = self._specs[entry.key.kernel]
+        config: Any = config_from_dict(spec.Config, entry.config)
+        if not spec.is_legal(problem, config, self._device):
+            config = spec.untuned(problem, self._device)
+        if config is None:
+            spec = self._specs[library_kernel(problem.op)]
+            config = spec.untuned(problem, self._device)
+        return Pick(problem, spec.name, config_to_dict(config), tuning_key(spec, problem, self._device).sha256)
+
+
+def is_current(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFingerprint) -> bool:
+    """Whether a timed recipe's kernels are still those of today's code and toolchains."""
+    by_name = {spec.name: spec for spec in specs}
+    return recipe.timed and all(
+        pick.kernel in by_name and pick.key == tuning_key(by_name[pick.kernel], pick.problem, device).sha256
+        for pick in recipe.picks
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import zlib
 from collections import Counter, deque
@@ -24,6 +25,7 @@ from dmuon_tune.spec import KernelSpec
 
 from .sampler import Sampler
 
+CLOSE = 1.03  # kernels whose medians alone are this close may change places inside a chain
 
 class KernelSearch:
     """One kernel's search for one problem, continued from the trials that the cache holds under the current key."""
@@ -142,6 +144,14 @@ class ProblemSearch:
     def winner(self, provenance: dict[str, Any]) -> CacheEntry | None:
         return winner(contender for each in self.kernels for contender in each.contenders(provenance))
 
+    def runner_up(self, provenance: dict[str, Any]) -> CacheEntry | None:
+        """The fastest ok entry beside the winner, where its median is within CLOSE of the fastest."""
+        best = self.winner(provenance)
+        found = [contender.entry for each in self.kernels for contender in each.contenders(provenance)]
+        others = [entry for entry in found if best and (entry.key, entry.config) != (best.key, best.config)]
+        second = min(others, key=_median_us, default=None)
+        return second if second and self.best_us and _median_us(second) <= CLOSE * self.best_us else None
+
     def library(self, provenance: dict[str, Any]) -> CacheEntry | None:
         """The library's fastest entry."""
         return winner(
@@ -150,6 +160,10 @@ class ProblemSearch:
             for contender in each.contenders(provenance)
             if contender.is_library
         )
+
+
+def _median_us(entry: CacheEntry) -> float:
+    return entry.measurement.median_us or math.inf
 
 
 class Schedule:

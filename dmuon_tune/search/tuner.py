@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from logging import getLogger
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,20 +18,27 @@ from dmuon_tune.backends.probe import fingerprint, resolve
 from dmuon_tune.cache import Store
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
-from dmuon_tune.measure.executor import Executor, Job
+from dmuon_tune.measure.chain import chain_key
+from dmuon_tune.measure.executor import Executor
+from dmuon_tune.measure.job import AnyJob, ChainJob, Job
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Group, Recipe, default_dtype
 from dmuon_tune.space import config_to_dict
 from dmuon_tune.spec import KernelSpec
 
-from .options import ProblemReport, TuneOptions, TuneReport
+from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .progress import Progress, Silent
-from .recipes import cheapest_recipes
+from .recipes import ChainSearch, Tuned, estimates, is_current
 from .schedule import Candidate, ProblemSearch, Schedule, import_failures, problem_search, usable_kernels
-from .workload import workload
+from .workload import served_forms, workload
 
 logger = getLogger(__name__)
 VALIDATION = "float64 reference on random inputs, poisoned and guarded outputs, two runs bit-equal"
+CHAIN_VALIDATION = "polar error against float64 near the plain form's, outputs full of NaN before, two runs bit-equal"
+CHAINS_SHARE = 0.15  # of the budget, for whole chains after their products
+CHAINS_LEAST_S = 20.0  # what a group's first chains take where their kernels compile anew ...
+CHAINS_MOST_SHARE = 0.4  # ... but never more than this of a short budget
+PRODUCTS_GRACE = 0.25  # of the chains' share, which products under way may still take
 BUDGET_GRACE_S = 10.0  # what is under way when the budget ends may still finish
 
 
@@ -64,10 +70,14 @@ def tune(
     broken = import_failures(searches)
     if broken:
         unavailable |= broken
-        searches = plan([spec for spec in specs if spec.backend not in broken])
-    complete = run.measure(searches)
+        specs = [spec for spec in specs if spec.backend not in broken]
+        searches = plan(specs)
+    with run:
+        complete = run.measure(searches)
+        chain_searches = _chain_searches(groups, dtype, searches, specs, run)
+        unfinished = run.time_chains(chain_searches)
     reports = [_report(search, run) for search in searches]
-    recipes = _keep_recipes(groups, dtype, reports, device, store)
+    recipes = [_keep_recipe(search.recipe(), specs, device, store) for search in chain_searches]
     return TuneReport(
         device,
         reports,
@@ -77,20 +87,30 @@ def tune(
         unavailable,
         complete,
         run.contended,
+        ChainReport(run.chains_timed, run.chains_reused, run.chains_failed, unfinished),
     )
 
 
 class Run:
-    """One run's measuring: feeds the workers from a schedule until it is exhausted or the budget ends."""
+    """One run's measuring: feeds the workers, first with products, then with chains, until either is exhausted or its
+    part of the budget ends. A context manager that ends the workers and the progress."""
 
     def __init__(
         self, store: Store, options: TuneOptions, device_name: str, device: DeviceFingerprint, progress: Progress
     ) -> None:
         self._store, self._options, self._progress = store, options, progress
-        self._device_name = device_name
+        self._device_name, self.device = device_name, device
         self._rng = random.Random(options.seed)
-        self._end = None if options.budget_s is None else time.monotonic() + options.budget_s
+        self._end: float | None = None  # of the products' part, then of the whole budget
+        self._grace_s = BUDGET_GRACE_S
+        if options.budget_s is not None:
+            share_s = chains_share_s(options.budget_s)
+            self._end = time.monotonic() + options.budget_s - share_s
+            self._grace_s = min(BUDGET_GRACE_S, PRODUCTS_GRACE * share_s)
+        self._under_way: dict[int, Candidate | ChainSearch] = {}  # by their job's seed
+        self._executor = Executor(device_name, options.workers, options.compile_timeout_s, options.run_timeout_s)
         self.measured, self.reused, self.contended = 0, 0, 0
+        self.chains_timed, self.chains_reused, self.chains_failed = 0, 0, 0
         self.measured_of: dict[ProblemSearch, int] = {}
         self.provenance = {
             "tool": f"dmuon-tune {__version__}",
@@ -101,56 +121,119 @@ class Run:
             "validation": VALIDATION,
         }
 
-    def measure(self, searches: list[ProblemSearch]) -> bool:
-        """Whether everything planned was measured, before the budget's end."""
-        planned = sum(search.planned for search in searches)
-        if not planned:
-            return True
-        options = self._options
-        self._progress.started(planned, options.budget_s)
-        try:
-            with Executor(
-                self._device_name, options.workers, options.compile_timeout_s, options.run_timeout_s
-            ) as executor:
-                self._feed(executor, Schedule(searches))
-        finally:
-            self._progress.finished()
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._executor.close()
+        self._progress.finished()
         if self.contended:
             logger.warning(
                 "%d of %d timings were disturbed by other processes and may be slow; tune on a quiet machine",
-                self.contended, self.measured,
+                self.contended, self.measured + self.chains_timed,
             )
+
+    def measure(self, searches: list[ProblemSearch]) -> bool:
+        """Whether everything planned was measured, before the end of the products' part of the budget."""
+        planned = sum(search.planned for search in searches)
+        if planned:
+            self._progress.started(planned, self._options.budget_s)
+            self._feed(Schedule(searches))
         return self.measured + self.reused == planned
 
-    def _feed(self, executor: Executor, schedule: Schedule) -> None:
-        under_way: dict[int, Candidate] = {}
+    def time_chains(self, searches: list[ChainSearch]) -> int:
+        """Time the groups' chains, all recipes before any price of smaller batches; returns how many groups the
+        budget's end left unfinished."""
+        if self._options.budget_s is not None and self._end is not None:
+            self._end += chains_share_s(self._options.budget_s)
+            self._grace_s = BUDGET_GRACE_S
+        waiting = list(searches)
+        for search in searches:
+            self._reuse_chains(search)
+        if any(search.candidate for search in searches):
+            left_s = None if self._end is None else max(0.0, self._end - time.monotonic())
+            self._progress.chains_started(len(searches), left_s)
         while True:
-            while executor.has_room and not self._is_over():
+            waiting.sort(key=lambda search: search.is_pricing)
+            while waiting and self._executor.has_room and not self._is_over():
+                search = waiting.pop(0)
+                self._reuse_chains(search)  # another process may have timed it meanwhile
+                if search.candidate is not None:
+                    self._submit(search, ChainJob(search.candidate, self._device_name, self._rng.getrandbits(48)))
+            if not self._under_way:
+                break
+            outcome = self._next_outcome()
+            if outcome is not None and isinstance(outcome[0], ChainSearch):
+                self._keep_chain(*outcome)
+                waiting.append(outcome[0])
+            elif outcome is not None:
+                self._keep(*outcome)  # a product that was under way when the products' part ended
+            elif self._is_over(self._grace_s):
+                break
+        return sum(search.candidate is not None for search in searches)
+
+    def _reuse_chains(self, search: ChainSearch) -> None:
+        """Take what the cache holds of the next chains, however they ended."""
+        while search.candidate is not None:
+            trial = self._store.chain_trial(chain_key(search.candidate, self.device))
+            if trial is None:
+                return
+            search.observe(trial.measurement)
+            self.chains_reused += 1
+
+    def _keep_chain(self, search: ChainSearch, measurement: Measurement) -> None:
+        recipe = search.candidate
+        assert recipe is not None
+        provenance = {**self.provenance, "date": _now()}
+        if measurement.ok:
+            provenance["validation"] = CHAIN_VALIDATION
+        else:
+            del provenance["validation"]
+        self._store.record_chain(chain_key(recipe, self.device), measurement, provenance)
+        search.observe(measurement)
+        self.chains_timed += 1
+        self.chains_failed += not measurement.ok
+        self.contended += bool(measurement.resources.get("contended"))
+        self._progress.timed(recipe, measurement, search.best_us)
+        self._reuse_chains(search)
+
+    def _feed(self, schedule: Schedule) -> None:
+        while True:
+            while self._executor.has_room and not self._is_over():
                 candidate = schedule.next()
                 if candidate is None:
                     break
-                if self._reuse(candidate):
-                    continue
-                job = self._job(candidate)
-                under_way[job.seed] = candidate
-                executor.submit(job)
-            if not executor.in_flight:
+                if not self._reuse(candidate):
+                    self._submit(candidate, self._job(candidate))
+            if not self._under_way:
                 return
-            outcome = executor.wait(self._patience_s())
-            if outcome is not None:
-                job, measurement = outcome
-                candidate = under_way.pop(job.seed)
+            outcome = self._next_outcome()
+            if outcome is not None and isinstance(outcome[0], Candidate):
+                candidate, measurement = outcome
                 if candidate.kernel.stored(self._store, candidate.config) is not None:
                     schedule.shuffle()  # another process goes the same way: both would measure everything
                 self._keep(candidate, measurement)
-            elif self._is_over(BUDGET_GRACE_S):
+            elif self._is_over(self._grace_s):
                 return
+
+    def _submit(self, subject: Candidate | ChainSearch, job: AnyJob) -> None:
+        self._under_way[job.seed] = subject
+        self._executor.submit(job)
+
+    def _next_outcome(self) -> tuple[Candidate, Measurement] | tuple[ChainSearch, Measurement] | None:
+        """What ended next, and how; None where nothing did before the end of the time."""
+        outcome = self._executor.wait(self._patience_s())
+        if outcome is None:
+            return None
+        job, measurement = outcome
+        subject = self._under_way.pop(job.seed)
+        return (subject, measurement) if isinstance(subject, Candidate) else (subject, measurement)
 
     def _is_over(self, grace_s: float = 0.0) -> bool:
         return self._end is not None and time.monotonic() >= self._end + grace_s
 
     def _patience_s(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end + BUDGET_GRACE_S - time.monotonic())
+        return None if self._end is None else max(0.0, self._end + self._grace_s - time.monotonic())
 
     def _job(self, candidate: Candidate) -> Job:
         config = config_to_dict(candidate.config)
@@ -169,7 +252,7 @@ class Run:
 
     def _keep(self, candidate: Candidate, measurement: Measurement) -> None:
         key, config = candidate.kernel.key, config_to_dict(candidate.config)
-        provenance = {**self.provenance, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        provenance = {**self.provenance, "date": _now()}
         if not measurement.ok:
             del provenance["validation"]
         self._store.record(key, config, measurement, provenance)
@@ -179,6 +262,11 @@ class Run:
         self.contended += bool(measurement.resources.get("contended"))
         self.measured_of[search] = self.measured_of.get(search, 0) + 1
         self._progress.measured(key.problem, key.kernel, config, measurement, search.best_us)
+
+
+def chains_share_s(budget_s: float) -> float:
+    """The seconds of a budget that are kept for whole chains."""
+    return max(CHAINS_SHARE * budget_s, min(CHAINS_LEAST_S, CHAINS_MOST_SHARE * budget_s))
 
 
 def driver_version() -> str:
@@ -201,15 +289,32 @@ def _report(search: ProblemSearch, run: Run) -> ProblemReport:
     )
 
 
-def _keep_recipes(
-    groups: Sequence[Group], dtype: str, reports: list[ProblemReport], device: DeviceFingerprint, store: Store
-) -> list[Recipe]:
-    winner_us: dict[Any, float] = {}
-    for report in reports:
-        if report.winner is not None and report.winner.measurement.median_us is not None:
-            winner_us[report.problem] = report.winner.measurement.median_us
-    recipes = cheapest_recipes(groups, dtype, winner_us)
-    for recipe in recipes:
-        if store.recipe(device, recipe.group, recipe.dtype) != recipe:
-            store.put_recipe(device, recipe)
-    return recipes
+def _chain_searches(
+    groups: Sequence[Group], dtype: str, searches: Sequence[ProblemSearch], specs: Sequence[KernelSpec], run: Run
+) -> list[ChainSearch]:
+    """A search for each group that has a form whose every product has a winner, in order."""
+    tuned = {}
+    for search in searches:
+        best = search.winner(run.provenance)
+        if best is not None:
+            tuned[search.problem] = Tuned(best, search.runner_up(run.provenance))
+    found = []
+    for group in dict.fromkeys(groups):
+        estimated = estimates(group, served_forms(group, dtype, specs, run.device), dtype, tuned)
+        if estimated:
+            found.append(ChainSearch(estimated, tuned, specs, run.device))
+    return found
+
+
+def _keep_recipe(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store) -> Recipe:
+    """Keep a recipe in place of the one there was, unless that was timed and is of today's kernels and this is not."""
+    kept = store.recipe(device, recipe.group, recipe.dtype)
+    if kept is not None and not recipe.timed and is_current(kept, specs, device):
+        return kept
+    if kept != recipe:
+        store.put_recipe(device, recipe)
+    return recipe
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, kernels, ops
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group, Recipe, chain
-from dmuon_tune.search.recipes import cheapest_recipes
+from dmuon_tune.recipe import Group, chain
 from dmuon_tune.search.workload import served_forms
 from dmuon_tune.search.workload import workload as workload_of
 
@@ -40,19 +40,13 @@ def test_the_order_does_not_depend_on_the_groups_order() -> None:
     assert list(workload([WIDE, SQUARE], "float16")) == list(workload([SQUARE, WIDE], "float16"))
 
 
-def test_the_cheaper_form_wins_and_a_missing_winner_leaves_a_form_out() -> None:
-    forms = {form: chain(SQUARE, form, "float32") for form in ("plain", "gram")}
-    even = dict.fromkeys(workload([SQUARE], "float32"), 1.0)
-    recipes = {
-        form: Recipe(SQUARE, form, "float32", cost_us=float(sum(products.values())))
-        for form, products in forms.items()
-    }
-    cheaper = min(recipes.values(), key=lambda recipe: recipe.cost_us or 0)
-    assert cheapest_recipes([SQUARE, SQUARE], "float32", even) == [cheaper]
-    for form, other in (("plain", "gram"), ("gram", "plain")):
-        only_here = forms[form].keys() - forms[other].keys()
-        dear = {problem: 100.0 if problem in only_here else us for problem, us in even.items()}
-        assert cheapest_recipes([SQUARE], "float32", dear) == [recipes[other]]
-        without = {problem: us for problem, us in even.items() if problem not in only_here}
-        assert cheapest_recipes([SQUARE], "float32", without) == [recipes[other]]
-    assert cheapest_recipes([SQUARE], "float32", {}) == []
+def test_the_small_form_is_for_kernels_that_run_it_whole() -> None:
+    """The library's kernel, a launch of many, serves it too; a GPU's own kernel refuses a CPU and long rows of it."""
+    gpu = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 150_000_000_000)
+    whole = [spec for spec in kernels("polar_small") if spec.name != "polar_small.library"]
+    small = Group(64, 64, 64)
+    assert served_forms(small, "float16", [*whole, kernel("polar_small.library")], gpu) == ("gram", "plain", "small")
+    assert served_forms(small, "float16", [kernel("polar_small.library")], gpu) == ("gram", "plain")
+    assert served_forms(small, "float32", whole, gpu) == ("gram", "plain")
+    assert served_forms(Group(1, 8192, 8192), "float16", whole, gpu) == ("gram", "plain")
+    assert served_forms(small, "float16", whole, CPU) == ("gram", "plain")
