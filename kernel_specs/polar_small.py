@@ -62,7 +62,7 @@ def reference(problem: Problem, u: Tensor, coefficients: Tensor, norm_factor: fl
     """Y in float64, stored as u is; the plain form, to which the Gram form with any restarts is equal."""
     x = u.double() if problem.layout == "row" else u.double().mT
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = x / (norm_factor * norms).clamp_min(torch.finfo(torch.float64).tiny)
+    x = x.div((norm_factor * norms).clamp_min(torch.finfo(torch.float64).tiny))
     for a, b, c in coefficients.double().tolist():
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x

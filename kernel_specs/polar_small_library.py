@@ -56,7 +56,7 @@ def _normalized(u: Tensor, norm_factor: float) -> Tensor:
     x = u.float()
     x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / (norm_factor * norms).clamp_min(torch.finfo(torch.float32).tiny)
+    return x.div((norm_factor * norms).clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def _plain(x: Tensor, triples: tuple[Tensor, ...]) -> Tensor:

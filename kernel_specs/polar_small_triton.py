@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dmuon_tune.device import DeviceFingerprint
@@ -107,7 +108,7 @@ def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> T
     kernel = TritonKernel(function, types, constants, config.warps, config.stages, ("u", "y"), options)
     grid = (problem.batch, 1, 1)
 
-    def host(run):  # type: ignore[no-untyped-def]
+    def host(run: Callable[..., None]) -> Callable[..., None]:
         return lambda *arguments: run(grid, *arguments)
 
     return TritonProgram((kernel,), host)
