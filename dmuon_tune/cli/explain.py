@@ -10,6 +10,7 @@ from dmuon_tune.errors import MissingEntryError
 
 from . import caches, options, workload
 from .output import config_text, microseconds, print_json, say, table
+from .show import recipe_table
 
 if TYPE_CHECKING:
     from dmuon_tune.backends import CompiledKernel
@@ -22,8 +23,8 @@ def register(commands: Any) -> None:
     parser = commands.add_parser(
         "explain", parents=[options.common(), options.model(), options.device(), options.cache()],
         help="explain which kernel training will run and why",
-        description="Resolve every product as training does: the chosen entry, its origin and cache layer, every "
-        "candidate, and for a miss the field in which the nearest entry differs.",
+        description="Resolve every product as training does: the chosen entry, its origin and cache layer, the "
+        "group's recipe, every candidate, and for a miss the field in which the nearest entry differs.",
     )
     parser.add_argument(
         "--require", action="store_true", help="exit with code 3 where a product has no tuned entry"
@@ -57,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print_json({
             "device": resolved.fingerprint.to_dict(), "products": resolved.rows(), "candidates": candidates,
+            "recipes": [
+                {**planned.recipe.to_dict(), "layer": planned.layer or None} for planned in resolved.groups.values()
+            ],
             "missing": [problem.label() for problem in resolved.missing], "command": resolved.command,
         })
     else:
@@ -88,6 +92,10 @@ def _candidates(
         for entry in entries:
             same = all(entry[name] == pick[name] for name in ("kernel", "layer", "config"))
             entry["verdict"] = "chosen" if same and entry["current"] else entry["verdict"]
+        if pick["origin"] == "tuned" and all(entry["verdict"] != "chosen" for entry in entries):
+            config, layer, median_us = pick["config"], pick["layer"], pick["median_us"]
+            verdict = "chosen in the recipe's chain"
+            entries.append(_row(problem, pick["kernel"], layer, config, median_us, True, verdict))
         rows += entries
         usable = {entry["kernel"] for entry in entries if entry["current"]}
         for spec in kernels(problem.op):
@@ -137,6 +145,8 @@ def _print(resolved: Plan, candidates: list[dict[str, Any]]) -> None:
             for row in resolved.rows()
         ],
     ))
+    say()
+    say(recipe_table([(planned.layer or None, planned.recipe) for planned in resolved.groups.values()]))
     say()
     say(table(
         ["candidate_for", "kernel", "layer", "config", "median_us", "verdict"],

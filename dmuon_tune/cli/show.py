@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,13 @@ class Winner:
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "show", parents=[options.common(), options.cache()], help="show tuned winners and recipes",
-        description="Show each problem's fastest kernel and each group's recipe, from the caches of this machine.",
+        description="Show each problem's fastest kernel and each group's recipe, from the caches of this machine, or, "
+        "with --chains, what every whole chain took.",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
     parser.add_argument("--all-devices", action="store_true", help="results of every device, not only of this one")
     parser.add_argument("--failures", action="store_true", help="the configurations that failed, with the reason")
+    parser.add_argument("--chains", action="store_true", help="every chain that was timed, with its kernels")
     parser.set_defaults(run=run)
 
 
@@ -42,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     layers = caches.described(args.cache)
     if args.failures:
         _print_failures(layers, device, args.format)
+        return caches.exit_code(layers)
+    if args.chains:
+        _print_chains(layers, device, args.format)
         return caches.exit_code(layers)
     with caches.opened(layers) as opened:
         entries = [(cache.label, entry) for cache in opened for entry in cache.store.entries(device=device)]
@@ -119,14 +125,23 @@ def _print_failures(layers: list[dict[str, Any]], device: Any, output: str) -> N
             for key, trial in cache.store.all_trials()
             if not trial.measurement.ok and device in (None, key.device)
         ]
+        chains = [
+            (cache.label, trial)
+            for cache in opened
+            for trial in cache.store.chain_trials(device)
+            if not trial.measurement.ok
+        ]
     if output == "json":
-        print_json({"failures": [
-            {
-                "problem": key.problem.to_dict(), "kernel": key.kernel, "config": trial.config, "layer": layer,
-                "status": trial.measurement.status, "log": trial.measurement.log, "created_at": trial.created_at,
-            }
-            for layer, key, trial in failures
-        ]})
+        print_json({
+            "failures": [
+                {
+                    "problem": key.problem.to_dict(), "kernel": key.kernel, "config": trial.config, "layer": layer,
+                    "status": trial.measurement.status, "log": trial.measurement.log, "created_at": trial.created_at,
+                }
+                for layer, key, trial in failures
+            ],
+            "chains": [_chain_fields(layer, trial) for layer, trial in chains],
+        })
         return
     rows = [
         [
@@ -135,7 +150,23 @@ def _print_failures(layers: list[dict[str, Any]], device: Any, output: str) -> N
         ]
         for layer, key, trial in failures
     ]
+    rows += [
+        [
+            trial.recipe.group.label(), f"{trial.recipe.form} chain", pieces_text(trial.recipe), layer,
+            trial.measurement.status, _reason(trial.measurement.log),
+        ]
+        for layer, trial in chains
+    ]
     say(table(["problem", "kernel", "config", "layer", "status", "reason"], rows))
+
+
+def _print_chains(layers: list[dict[str, Any]], device: Any, output: str) -> None:
+    with caches.opened(layers) as opened:
+        trials = [(cache.label, trial) for cache in opened for trial in cache.store.chain_trials(device)]
+    if output == "json":
+        print_json({"chains": [_chain_fields(label, trial) for label, trial in trials]})
+    else:
+        say(chain_table(trials))
 
 
 def _reason(log: str) -> str | None:
@@ -146,13 +177,49 @@ def _reason(log: str) -> str | None:
 
 
 def recipe_table(recipes: list[tuple[str | None, Any]]) -> str:
-    """One line a recipe: (layer label, recipe); the form without restarts shows none."""
+    """One line a recipe: (layer label, recipe); the form without restarts shows none. ``pieces`` are the batch's, run
+    one after another; ``cost_of`` says whether the whole chain was timed or its products' times are summed."""
     rows = [
         [
-            recipe.group.label(), recipe.form, recipe.dtype, recipe.steps,
-            ",".join(map(str, recipe.restarts)) if recipe.form == "gram" and recipe.restarts else None,
-            microseconds(recipe.cost_us), label,
+            recipe.group.label(), recipe.form, pieces_text(recipe), recipe.dtype, recipe.steps,
+            ",".join(map(str, recipe.restarts)) if recipe.form != "plain" and recipe.restarts else None,
+            microseconds(recipe.cost_us), microseconds(recipe.p20_us), microseconds(recipe.p80_us),
+            None if recipe.cost_us is None else "timed chain" if recipe.timed else "sum of products",
+            " ".join(f"{batch}:{microseconds(cost_us)}" for batch, cost_us in recipe.batch_costs) or None, label,
         ]
         for label, recipe in recipes
     ]
-    return table(["group", "form", "dtype", "steps", "restarts", "cost_us", "layer"], rows)
+    headers = ["group", "form", "pieces", "dtype", "steps", "restarts", "cost_us", "p20_us", "p80_us", "cost_of"]
+    return table([*headers, "batch:us", "layer"], rows)
+
+
+def pieces_text(recipe: Any) -> str | None:
+    """How a batch is cut: ``2x8`` for two pieces of eight; None where it runs at once."""
+    if len(recipe.pieces) == 1:
+        return None
+    sizes = Counter(recipe.pieces)
+    return "+".join(f"{count}x{size}" for size, count in sizes.items())
+
+
+def chain_table(trials: list[tuple[str, Any]]) -> str:
+    """One line a timed chain: (layer label, trial)."""
+    rows = [
+        [
+            trial.recipe.group.label(), trial.recipe.form, pieces_text(trial.recipe), trial.recipe.dtype,
+            microseconds(trial.measurement.median_us), microseconds(trial.measurement.p20_us),
+            microseconds(trial.measurement.p80_us),
+            None if trial.measurement.max_rel_err is None else f"{trial.measurement.max_rel_err:.3g}",
+            trial.measurement.status, label,
+            "; ".join(f"{pick.kernel} {config_text(pick.config)}" for pick in trial.recipe.picks),
+        ]
+        for label, trial in trials
+    ]
+    headers = ["group", "form", "pieces", "dtype", "median_us", "p20_us", "p80_us", "polar_error", "status", "layer"]
+    return table([*headers, "kernels"], rows)
+
+
+def _chain_fields(label: str, trial: Any) -> dict[str, Any]:
+    return {
+        "recipe": trial.recipe.to_dict(), "layer": label, **trial.measurement.to_dict(),
+        "created_at": trial.created_at,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, NoLegalConfigError, UsageError
@@ -23,15 +24,19 @@ def register(commands: Any) -> None:
     parser = commands.add_parser(
         "tune", parents=[options.common(), options.model(), options.device(), options.cache()],
         help="measure kernels for a model's matrices and keep the results",
-        description="Search, check and time kernels for every product of a model's Newton-Schulz chains. Every result "
-        "is kept as it is measured: interrupt at any time and run the same command again to go on.",
+        description="Search, check and time kernels for every product of a model's Newton-Schulz chains, then whole "
+        "chains: their form, the pieces of a batch and kernels that tie. Every result is kept as it is measured: "
+        "interrupt at any time and run the same command again to go on.",
     )
     search = parser.add_argument_group("search")
     search.add_argument(
         "--trials", type=options.positive, default=40, metavar="N",
         help="configurations a problem over all its kernels, those in the cache counted (default: 40)",
     )
-    search.add_argument("--budget", type=options.seconds, metavar="TIME", help="stop after this time, such as 4m or 1h")
+    search.add_argument(
+        "--budget", type=options.seconds, metavar="TIME",
+        help="stop after this time, such as 4m or 1h; a share of it is for whole chains",
+    )
     search.add_argument(
         "--backends", type=options.names, metavar="NAMES", help="only these, such as tilelang,library (default: all)"
     )
@@ -114,6 +119,7 @@ def _conclude(report: TuneReport, where: str) -> int:
     if not report.complete:
         before = "every problem had its trials" if report.measured else "anything was measured"
         note(f"the budget ended before {before}; run the same command again to go on, or with a larger --budget")
+    _conclude_chains(report)
     failures = sum(count for problem in report.problems for name, count in problem.statuses.items() if name != "ok")
     if failures:
         note(f"{failures} configurations failed; 'dmuon-tune show --failures' says why")
@@ -126,6 +132,20 @@ def _conclude(report: TuneReport, where: str) -> int:
     if untried:
         note(f"{len(untried)} of {len(report.problems)} problems have no result yet")
     return 1 if failed and report.complete else 0
+
+
+def _conclude_chains(report: TuneReport) -> None:
+    chains = report.chains
+    if chains.timed:
+        note(f"{chains.timed} whole chains timed, {chains.reused} reused; 'dmuon-tune show --chains' lists them")
+    if chains.unfinished:
+        estimated = sum(not recipe.timed for recipe in report.recipes)
+        note(
+            f"the budget ended before the chains of {chains.unfinished} groups were all timed ({estimated} recipes are "
+            f"estimates); run the same command again to go on, or with a larger --budget"
+        )
+    if chains.failed:
+        note(f"{chains.failed} whole chains failed; 'dmuon-tune show --failures' says why")
 
 
 def _library_us(problem: ProblemReport) -> float | None:
@@ -156,6 +176,7 @@ def _json(report: TuneReport, work: workload.Workload, where: str) -> dict[str, 
         "measured": report.measured,
         "reused": report.reused,
         "complete": report.complete,
+        "chains": asdict(report.chains),
         "unavailable": dict(report.unavailable),
         "problems": [
             {

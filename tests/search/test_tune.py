@@ -237,7 +237,7 @@ def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     command = [sys.executable, "-c", TUNE_AND_COUNT, str(tmp_path / "cache.sqlite")]
     runs = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    reports = [run.communicate(timeout=120)[0].split() for run in runs]
+    reports = [run.communicate(timeout=240)[0].split() for run in runs]
     total = int(reports[0][1])
     assert all(report[1:] == [str(total), "True"] for report in reports)
     assert sum(int(report[0]) for report in reports) < 2 * total
