@@ -46,7 +46,8 @@ def reference(problem: Problem, g: Tensor, *rest: Tensor | float) -> Tensor | tu
 
 def _scaled(u: Tensor, scale: float, eps: float) -> Tensor:
     norms = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True)
-    return u * (scale / (norms + eps).clamp_min(torch.finfo(torch.float64).tiny))
+    scaled: Tensor = u * (scale / (norms + eps).clamp_min(torch.finfo(torch.float64).tiny))
+    return scaled
 
 
 def make_inputs(problem: Problem, device: str, seed: int) -> tuple[Tensor, ...]:

@@ -56,7 +56,8 @@ def _scaled(u: Tensor, scale: float, eps: float) -> Tensor:
     unit = u / largest
     norm = torch.linalg.vector_norm(unit)
     # A zero matrix stays zero, with eps = 0 too; NaN and inf (inf/inf) spread over their own matrix.
-    return unit * (scale / (norm + eps / largest).clamp_min(tiny)) + 0.0 * norm
+    scaled: Tensor = unit * (scale / (norm + eps / largest).clamp_min(tiny)) + 0.0 * norm
+    return scaled
 
 
 def build(problem: Problem, config: MomentumConfig, device: DeviceFingerprint) -> Callable[..., Any]:

@@ -114,12 +114,12 @@ class Muon(Optimizer):
         wanted: dict[torch.device, list[tuple[Group, tuple[Any, ...]]]] = {}
         for kind, count in counts.items():
             device, _, _, rows, cols, _, _ = kind
-            wanted.setdefault(device, []).extend((group, kind) for _, group in cut_batch(count, rows, cols))
+            wanted.setdefault(device, []).extend((batch, kind) for _, batch in cut_batch(count, rows, cols))
         plans = []
         for device, found in wanted.items():
-            plans.append(self._newton_schulz.plan_for([group for group, _ in found], device))
-            for group, (_, dtype, gradient_dtype, _, _, mode, _) in found:
-                self._newton_schulz.prepare(group, device, gradient_dtype, mode, dtype)
+            plans.append(self._newton_schulz.plan_for([batch for batch, _ in found], device))
+            for batch, (_, dtype, gradient_dtype, _, _, mode, _) in found:
+                self._newton_schulz.prepare(batch, device, gradient_dtype, mode, dtype)
         self._planned = True
         return tuple(plans)
 
