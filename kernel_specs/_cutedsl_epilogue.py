@@ -16,7 +16,7 @@ from ._cutedsl_space import CHUNK, SymmetricConfig, tile_warpgroups
 
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 VALUES = CHUNK * CHUNK // 128  # of a chunk, a thread
-FIRST_BARRIER = 1  # named barriers of the warpgroups; 0 is the whole block's
+FIRST_BARRIER = 1  # named barriers of up to three warpgroups; 0 is the whole block's
 
 
 class SymmetricEpilogue:
@@ -51,21 +51,25 @@ class SymmetricEpilogue:
         """Whether a chunk touches the lower triangle and the matrix."""
         return left <= top and top < self.m
 
-    @cute.jit
-    def owned(self, at: cutlass.Constexpr[int], group, rank):
-        """Whether this one of the blocks that share a tile's k stores the chunk."""
-        if cutlass.const_expr(self.split == 1):
-            return True
-        return (group * self.chunks + at) % self.split == rank
+    def chunk(self, at: int, group):
+        """A chunk's number in its tile."""
+        return at if self.pingpong else group * self.chunks + at
 
     @cute.jit
-    def load_c(self, c_atom, c_tma, c_smem, barriers, group, rank, row, col, batch, count):
+    def owned(self, at: cutlass.Constexpr[int], group, rank, shares_k):
+        """Whether this block stores the chunk: one of those that share the tile's k does."""
+        if cutlass.const_expr(self.split == 1):
+            return True
+        return not shares_k or self.chunk(at, group) % self.split == rank
+
+    @cute.jit
+    def load_c(self, c_atom, c_tma, c_smem, barriers, group, rank, shares_k, row, col, batch, count):
         """The warp that feeds one warpgroup: C's chunks of a tile in the order that they are stored in."""
         tiles = cute.local_tile(c_tma, (CHUNK, CHUNK), (None, None, None))
         to, source = _partition(c_atom, c_smem, tiles)
         for at in cutlass.range_constexpr(self.chunks):
             top, left = self.place(at, row, col, group)
-            if self.stored(top, left) and self.owned(at, group, rank):
+            if self.stored(top, left) and self.owned(at, group, rank, shares_k):
                 buffer = group * self.buffers + count % self.buffers
                 full, empty = barriers + buffer, barriers + (self.slots // 2 + buffer)
                 cute.arch.mbarrier_wait(empty, (count // self.buffers & 1) ^ 1)
@@ -77,12 +81,14 @@ class SymmetricEpilogue:
         return count
 
     @cute.jit
-    def store(self, acc, chunk_mma, shared, d_atom, d_tma, d, scalars, group, rank, row, col, batch, count, thread):
+    def store(
+        self, acc, chunk_mma, shared, d_atom, d_tma, d, scalars, group, rank, shares_k, row, col, batch, count, thread
+    ):
         """A warpgroup's part of a tile; ``count`` chunks went before. ``thread`` counts within the warpgroup."""
         first = count
         for at in cutlass.range_constexpr(self.chunks):
             top, left = self.place(at, row, col, group)
-            if self.stored(top, left) and self.owned(at, group, rank):
+            if self.stored(top, left) and self.owned(at, group, rank, shares_k):
                 values = cute.make_tensor(acc.iterator + at * VALUES, cute.make_layout(((2, 2, CHUNK // 8), 1, 1)))
                 buffer = group * self.buffers + count % self.buffers
                 phase = count // self.buffers & 1

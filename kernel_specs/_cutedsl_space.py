@@ -114,8 +114,8 @@ def _block_limits(config: SymmetricConfig, device: DeviceFingerprint) -> str | N
         return f"{needed} bytes of shared memory exceed the block's {limit}"
     if config.blocks_per_sm * (needed + RESERVED_SMEM_BYTES) > limit + RESERVED_SMEM_BYTES:
         return f"{config.blocks_per_sm} blocks of {needed} bytes of shared memory do not fit on one multiprocessor"
-    if config.split > 1 and (config.pingpong or config.cluster > 1):
-        return "blocks that share a tile's k take one tile each and share nothing else"
+    if config.split > 1 and config.cluster > 1:
+        return "a cluster shares tiles' columns or a tile's k, not both"
     if config.split > 1 and config.tile_m * config.tile_n * 4 > ring_bytes(config):
         return f"the stages' {ring_bytes(config)} bytes do not hold a tile's partial sums"
     return None
@@ -128,11 +128,15 @@ def _schedule_limits(problem: Problem, config: SymmetricConfig, device: DeviceFi
         return f"{config.stages} stages of {config.tile_k} are more than k {problem.k} fills"
     if config.split > 1 and k_tiles < 2 * config.split:
         return f"k {problem.k} has too few tiles of {config.tile_k} for {config.split} blocks"
-    tiles = problem.batch * tile_count(problem.m, config.tile_m * config.cluster, config.tile_n) * config.cluster
-    if config.split > 1 and tiles * config.split > 2 * device.sm_count * config.blocks_per_sm:
-        return f"{tiles} tiles fill the device without a split of k"
-    if config.pingpong and tiles <= device.sm_count:
-        return f"{tiles} tiles leave nothing to take turns with"
+    tiles = problem.batch * tile_count(problem.m, config.tile_m * config.cluster, config.tile_n)
+    blocks = device.sm_count * config.blocks_per_sm
+    rounds, rest, clusters = rounds_of(tiles, blocks, config)
+    if config.split > 1 and not 0 < rest <= clusters:
+        return f"{tiles} tiles leave {rest} for a last round, not one for some of {clusters} clusters"
+    if config.split > 2 and rounds:
+        return f"clusters of {config.split} do not fill the device for the {rounds} rounds before the last"
+    if config.pingpong and tiles * config.cluster <= device.sm_count:
+        return f"{tiles * config.cluster} tiles leave nothing to take turns with"
     if config.cluster > 1 and problem.m <= config.tile_m:
         return f"m {problem.m} is one tile high: no block to share columns with"
     if config.group > 1 and config.group // 2 * config.tile_m * config.cluster >= problem.m:
@@ -144,6 +148,18 @@ def tile_count(m: int, tile_m: int, tile_n: int) -> int:
     """How many tile_m×tile_n tiles touch the lower triangle of an m×m matrix."""
     cols = -(-m // tile_n)
     return sum(min(-(-(row + 1) * tile_m // tile_n), cols) for row in range(-(-m // tile_m)))
+
+
+def rounds_of(tiles: int, blocks: int, config: SymmetricConfig) -> tuple[int, int, int]:
+    """(rounds of whole tiles, tiles left for a last round that shares k, clusters) of a walk by so many blocks.
+
+    Blocks that share no k walk all tiles, whole: nothing is left for a last round.
+    """
+    clusters = blocks // (config.cluster * config.split)
+    if config.split == 1:
+        return -(-tiles // clusters), 0, min(tiles, clusters)
+    rounds, rest = divmod(tiles, clusters * config.split)
+    return rounds, rest, clusters if rounds else min(rest, clusters)
 
 
 # tile_m, tile_n, stages, warpgroups, blocks_per_sm, and an estimate of the share of peak that a full wave reaches.

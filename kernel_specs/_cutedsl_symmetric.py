@@ -17,8 +17,10 @@ from cutlass.utils import hopper_helpers as hopper
 
 from dmuon_tune.problem import Problem
 
-from ._cutedsl_epilogue import DTYPES, FIRST_BARRIER, VALUES, SymmetricEpilogue
-from ._cutedsl_space import CHUNK, REGISTERS, SymmetricConfig, smem_bytes, threads
+from ._cutedsl_epilogue import DTYPES, VALUES, SymmetricEpilogue
+from ._cutedsl_space import CHUNK, REGISTERS, SymmetricConfig, rounds_of, smem_bytes, threads
+
+TURN_BARRIER, SUMS_BARRIER = 4, 6  # named barriers: one for each of two warpgroups taking turns, one for all
 
 
 class Program:
@@ -63,9 +65,11 @@ class SymmetricProduct(SymmetricEpilogue):
         self.k_tiles = -(-self.k // config.tile_k)
         self.cluster, self.blocks_together = config.cluster, config.cluster * config.split
         self._plan_tiles(config.group)
-        # Blocks that split k lend their ring to the exchange of sums, so they take one tile only.
-        walkers = self.tiles * self.batch if config.split > 1 else blocks // self.blocks_together
-        self.walkers = min(self.tiles * self.batch, walkers)
+        # Blocks that may share a tile's k do so in the last round alone: it leaves their ring to the exchange of sums.
+        self.total = self.tiles * self.batch
+        rounds, self.rest, self.clusters = rounds_of(self.total, blocks, config)
+        self.whole, self.walkers = self.total - self.rest, self.clusters * config.split
+        self.last_turn = rounds % 2  # which of two warpgroups taking turns has the last round's tile
 
     def _plan_tiles(self, group: int) -> None:
         """Rows of (a cluster's) tiles are walked in groups: a group's rectangle by columns, then its jagged end."""
@@ -146,7 +150,7 @@ class SymmetricProduct(SymmetricEpilogue):
             a_atom, a_tma, b_atom, b_tma, c_atom, c_tma, d_atom, d_tma, d, alpha, beta, gamma, tiled_mma, chunk_mma,
             a_smem, b_smem,
         ).launch(
-            grid=[self.walkers * self.blocks_together, 1, 1],
+            grid=[self.clusters * self.blocks_together, 1, 1],
             block=[self.threads, 1, 1],
             cluster=[self.blocks_together, 1, 1] if self.blocks_together > 1 else None,
             max_number_threads=[self.threads * self.blocks_per_sm, 1, 1],  # caps the registers
@@ -267,9 +271,33 @@ class SymmetricProduct(SymmetricEpilogue):
         return batch, row, col
 
     def _place_in_cluster(self):
-        """(first tile to walk, rank among the blocks of a cluster)."""
+        """(which cluster, rank among its blocks)."""
         block, _, _ = cute.arch.block_idx()
         return block // self.blocks_together, block % self.blocks_together
+
+    def _shares(self):
+        """Whether the cluster has a tile in the round that shares k."""
+        return self._place_in_cluster()[0] < self.rest
+
+    @cute.jit
+    def _first_tile(self, group):
+        """Where a block's walk starts, or that of the warpgroup where they take turns; it ends at ``total``."""
+        index, rank = self._place_in_cluster()
+        if cutlass.const_expr(self.split > 1 and self.whole > 0):
+            index = index * self.split + rank
+        if cutlass.const_expr(self.pingpong):
+            if group == 1:
+                index = self._next_tile(index)
+        return index
+
+    @cute.jit
+    def _next_tile(self, index):
+        after = index + self.walkers
+        if cutlass.const_expr(self.split > 1):
+            if after >= self.whole:
+                cluster, _ = self._place_in_cluster()
+                after = self.whole + cluster if index < self.whole else self.total + cluster
+        return after
 
     @cute.jit
     def _block_tile(self, index, rank):
@@ -280,17 +308,20 @@ class SymmetricProduct(SymmetricEpilogue):
         return batch, row, col
 
     @cute.jit
-    def _k_range(self, rank):
+    def _k_range(self, index, rank):
         """First tile along k, and how many, of a block: all, or its share."""
-        if cutlass.const_expr(self.split == 1):
-            return 0, self.k_tiles
-        first = rank * self.k_tiles // self.split
-        return first, (rank + 1) * self.k_tiles // self.split - first
+        first, count = Int32(0), Int32(self.k_tiles)
+        if cutlass.const_expr(self.split > 1):
+            if index >= self.whole:
+                first = rank * self.k_tiles // self.split
+                count = (rank + 1) * self.k_tiles // self.split - first
+        return first, count
 
     @cute.jit
     def _produce(self, ring, a_atom, a_tma, sa, b_atom, b_tma, sb):
         (tile_m, tile_n), tile_k = self.tile, self.tile_k
-        index, rank = self._place_in_cluster()
+        _, rank = self._place_in_cluster()
+        index = self._first_tile(0)
         ga = cute.local_tile(a_tma, (tile_m, tile_k), (None, None, None))
         gb = cute.local_tile(b_tma, (tile_n, tile_k), (None, None, None))
         one, sharers = cute.make_layout(1), cute.make_layout(self.cluster)
@@ -301,9 +332,9 @@ class SymmetricProduct(SymmetricEpilogue):
             b_atom, part, sharers, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
         )
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        first, count = self._k_range(rank)
-        while index < self.tiles * self.batch:
+        while index < self.total:
             batch, row, col = self._block_tile(index, rank)
+            first, count = self._k_range(index, rank)
             for k_tile in cutlass.range(first, first + count, unroll=1):
                 ring.producer_acquire(state)
                 full = ring.producer_get_barrier(state)
@@ -315,7 +346,7 @@ class SymmetricProduct(SymmetricEpilogue):
                     mcast_mask=mask,
                 )
                 state.advance()
-            index += self.walkers
+            index = self._next_tile(index)
         # Every load is issued: the next kernel's blocks may take the slots that blocks leave from now on.
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.cluster > 1):
@@ -323,21 +354,40 @@ class SymmetricProduct(SymmetricEpilogue):
 
     @cute.jit
     def _bring_c(self, c_atom, c_tma, shared, group):
-        index, rank = self._place_in_cluster()
+        _, rank = self._place_in_cluster()
         chunks, barriers = shared
-        if cutlass.const_expr(self.split > 1):
-            cute.arch.cluster_arrive()  # takes no part in the exchange of sums, but all threads are counted
-        if cutlass.const_expr(self.pingpong):
-            index += group * self.walkers
-        count = Int32(0)
-        while index < self.tiles * self.batch:
+        self._stand_by()
+        index, count = self._first_tile(group), Int32(0)
+        while index < self.total:
             batch, row, col = self._block_tile(index, rank)
             count = self.load_c(
-                c_atom, c_tma, self._chunks(chunks, self.dtype, False), barriers, group, rank, row, col, batch, count
+                c_atom, c_tma, self._chunks(chunks, self.dtype, False), barriers, group, rank, index >= self.whole,
+                row, col, batch, count,
             )
-            index += self.walkers * (2 if self.pingpong else 1)
+            index = self._own_next(index)
+        self._end_sharing()
+
+    @cute.jit
+    def _own_next(self, index):
+        """The next tile of the same warpgroup."""
+        after = self._next_tile(index)
+        if cutlass.const_expr(self.pingpong):
+            after = self._next_tile(after)
+        return after
+
+    @cute.jit
+    def _stand_by(self):
+        """For threads with no part in the exchange of sums: a cluster's barrier counts them too."""
         if cutlass.const_expr(self.split > 1):
-            cute.arch.cluster_wait()
+            if self._shares():
+                cute.arch.cluster_arrive()
+
+    @cute.jit
+    def _end_sharing(self):
+        """Stay until the others have read this block's sums."""
+        if cutlass.const_expr(self.split > 1):
+            if self._shares():
+                cute.arch.cluster_wait()
 
     @cute.jit
     def _consume(self, ring, tiled_mma, chunk_mma, sa, sb, shared, d_atom, d_tma, d, scalars, thread):
@@ -346,47 +396,50 @@ class SymmetricProduct(SymmetricEpilogue):
         ra = tiled_mma.make_fragment_A(mma.partition_A(sa))
         rb = tiled_mma.make_fragment_B(mma.partition_B(sb))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(self.tile), Float32)
-        index, rank = self._place_in_cluster()
-        _, k_tiles = self._k_range(rank)
-        turns = 2 if self.pingpong else 1
+        _, rank = self._place_in_cluster()
+        index = self._first_tile(group)
         done, stored = Int32(0), Int32(0)  # tiles along k of the block's walk, chunks of this warpgroup
         if cutlass.const_expr(self.pingpong):
-            index += group * self.walkers
-            done = group * k_tiles
+            done = group * self.k_tiles
             if group == 1:
                 self._your_turn(0)
-        while index < self.tiles * self.batch:
+            if group != self.last_turn:
+                self._stand_by()
+        while index < self.total:
             batch, row, col = self._block_tile(index, rank)
+            _, k_tiles = self._k_range(index, rank)
             if cutlass.const_expr(self.pingpong):
-                cute.arch.barrier(barrier_id=FIRST_BARRIER + 2 + group, number_of_threads=256)
+                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
             self._multiply(ring, tiled_mma, ra, rb, acc, done, k_tiles)
             if cutlass.const_expr(self.pingpong):
                 # All of this tile's stages have been waited for: the other's waits cannot take them for its own.
-                if index + self.walkers < self.tiles * self.batch:
+                if self._next_tile(index) < self.total:
                     self._your_turn(1 - group)
             warpgroup.wait_group(0)
-            last = done + k_tiles - 1
-            ring.consumer_release(self._stage(last))
+            ring.consumer_release(self._stage(done + k_tiles - 1))
             if cutlass.const_expr(self.split > 1):
-                self._exchange(acc, sa, group, rank, row, col, thread)
+                if index >= self.whole:
+                    self._exchange(acc, sa, group, rank, row, col, thread)
             stored = self.store(
-                acc, chunk_mma, shared, d_atom, d_tma, d, scalars, group, rank, row, col, batch, stored,
-                thread % 128,
+                acc, chunk_mma, shared, d_atom, d_tma, d, scalars, group, rank, index >= self.whole, row, col, batch,
+                stored, thread % 128,
             )
-            done += turns * k_tiles
-            index += turns * self.walkers
+            done += self.k_tiles * (2 if self.pingpong else 1)
+            index = self._own_next(index)
         if cutlass.const_expr(self.tma_rows):
             if thread % 128 // 32 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-        if cutlass.const_expr(self.split > 1):
-            cute.arch.cluster_wait()  # the others have read this block's sums
+        if cutlass.const_expr(self.split > 1 and self.pingpong):
+            if group != self.last_turn and self._shares():
+                cute.arch.barrier_arrive(barrier_id=SUMS_BARRIER, number_of_threads=256)
+        self._end_sharing()
 
     def _stage(self, count):
         """Where the ring's ``count``-th stage lies, for a consumer."""
         return pipeline.PipelineState(self.stages, count, count % self.stages, count // self.stages & 1)
 
     def _your_turn(self, group):
-        cute.arch.barrier_arrive(barrier_id=FIRST_BARRIER + 2 + group, number_of_threads=256)
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + group, number_of_threads=256)
 
     @cute.jit
     def _multiply(self, ring, tiled_mma, ra, rb, acc, done, k_tiles):
@@ -425,22 +478,23 @@ class SymmetricProduct(SymmetricEpilogue):
                 (4, 128, VALUES // 4, self.tile_warpgroups * self.chunks), stride=(1, 4, 512, 128 * VALUES)
             ),
         )
-        cute.arch.barrier(barrier_id=FIRST_BARRIER + self.warpgroups, number_of_threads=128 * self.warpgroups)
+        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=128 * self.warpgroups)
         for at in cutlass.range_constexpr(self.chunks):
-            if not self.owned(at, group, rank):
+            top, left = self.place(at, row, col, group)
+            if self.stored(top, left) and not self.owned(at, group, rank, True):
                 values = cute.make_tensor(acc.iterator + at * VALUES, cute.make_layout((4, VALUES // 4)))
                 for v in cutlass.range_constexpr(VALUES // 4):
-                    cute.autovec_copy(values[(None, v)], sums[(None, lane, v, group * self.chunks + at)])
+                    cute.autovec_copy(values[(None, v)], sums[(None, lane, v, self.chunk(at, group))])
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         for at in cutlass.range_constexpr(self.chunks):
             top, left = self.place(at, row, col, group)
-            if self.stored(top, left) and self.owned(at, group, rank):
+            if self.stored(top, left) and self.owned(at, group, rank, True):
                 values = cute.make_tensor(acc.iterator + at * VALUES, cute.make_layout((4, VALUES // 4)))
                 for other in cutlass.range_constexpr(1, self.split):
                     peer = (rank + other) % self.split
                     for v in cutlass.range_constexpr(VALUES // 4):
-                        theirs = _load_peer(sums[(None, lane, v, group * self.chunks + at)].iterator, peer)
+                        theirs = _load_peer(sums[(None, lane, v, self.chunk(at, group))].iterator, peer)
                         for e in cutlass.range_constexpr(4):
                             values[(e, v)] = values[(e, v)] + theirs[e]
         cute.arch.cluster_arrive()
