@@ -34,7 +34,7 @@ class Program:
     def __init__(self, problem: Problem, config: ApplyConfig, sm_count: int) -> None:
         self.problem, self.smem_bytes = problem, smem_bytes(config)
         self.body = Apply(problem, config, sm_count)
-        self.entry = getattr(self.body, {"none": "plain", "c": "with_x", "w": "update"}[problem.epilogue])
+        self.entry = getattr(self.body, {"none": "plain", "c": "with_x", "w": "with_w"}[problem.epilogue])
 
     def arguments(self) -> tuple:
         """Tensors contiguous and aligned to 16 bytes, in the op's order, then its scalars."""
@@ -88,7 +88,7 @@ class Apply(ApplyEpilogue):
         self._launch(q, x, y, None, None, alpha, beta, stream)
 
     @cute.jit
-    def update(self, q: cute.Tensor, x: cute.Tensor, w: cute.Tensor, rates: cute.Tensor, alpha: Float32, stream):
+    def with_w(self, q: cute.Tensor, x: cute.Tensor, w: cute.Tensor, rates: cute.Tensor, alpha: Float32, stream):
         self._launch(q, x, None, w, rates, alpha, Float32(0.0), stream)
 
     @cute.jit
@@ -302,9 +302,12 @@ class Apply(ApplyEpilogue):
             if cutlass.const_expr(self.pingpong):
                 cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=128 * WARPGROUPS)
             read = self._multiply(ring, read, tiled_mma, ra, rb, acc, group, index + self.clusters < self.tiles)
-            read = self.finish(
-                acc, ring, read, sa, staged, store, w, rates, alpha, beta, batch, row0, col0, group, lane
-            )
+            if cutlass.const_expr(self.updates):
+                self.update(acc, staged, w, rates, alpha, batch, row0, col0, group, lane)
+            else:
+                read = self.finish(
+                    acc, ring, read, sa, staged, store, alpha, beta, batch, row0, col0, group, lane
+                )
             index += self.clusters
             if cutlass.const_expr(self.pingpong):
                 index += self.clusters

@@ -59,43 +59,52 @@ class ApplyEpilogue:
         return cute.make_tiled_copy_C(atom, mma).get_slice(lane), mma.partition_shape_C((64, cols))
 
     @cute.jit
-    def finish(self, acc, ring, read, sx, staged, store, w, rates, alpha, beta, batch, row0, col0, group, lane):
-        """Everything between a tile's accumulators and memory; returns the ring's state."""
+    def finish(self, acc, ring, read, sx, staged, store, alpha, beta, batch, row0, col0, group, lane):
+        """α, β·X and the store of a tile's accumulators; returns the ring's state."""
         pieces, parts = self.tile[1] // PIECE, PIECE // self.staged_cols
-        values = cute.make_tensor(
-            acc.iterator,
-            cute.make_layout((PIECE // 2, pieces, self.blocks_m), stride=(1, PIECE // 2, self.tile[1] // 2)),
-        )
-        weight, decay, rate = None, None, None
-        if cutlass.const_expr(self.updates):
-            decay, rate = rates[batch, 0], alpha * rates[batch, 1]
-            weight = self._weight(w[batch])
+        value = cute.make_rmem_tensor(PIECE // 2, Float32)
         for piece in cutlass.range_constexpr(pieces):
             if cutlass.const_expr(self.has_x and not self.pingpong):
                 ring.consumer_wait(read)
             for block in cutlass.range_constexpr(self.blocks_m):
                 turn = (piece * self.blocks_m + block) * parts
-                place = block if self.pingpong else WARPGROUPS * block + group  # of the tile's 64-row blocks
-                value = cute.make_rmem_tensor(PIECE // 2, Float32)
-                value.store(values[(None, piece, block)].load())
-                if cutlass.const_expr(self.updates):
-                    for part in cutlass.range_constexpr(parts):
-                        self._update(
-                            value, part, staged, turn + part, weight, decay, rate,
-                            row0 + place * 64, col0 + piece * PIECE, group, lane,
-                        )
-                else:
-                    value.store(value.load() * alpha)
-                    if cutlass.const_expr(self.has_x):
-                        self._add_x(value, sx, read.index, place, beta, lane)
-                    for part in cutlass.range_constexpr(parts):
-                        at = (row0 // 64 + place, (col0 + piece * PIECE) // self.staged_cols + part, batch)
-                        self._store(value, part, staged, turn + part, store, at, group, lane)
+                place = self._place(block, group)
+                value.store(self._values(acc, piece, block).load() * alpha)
+                if cutlass.const_expr(self.has_x):
+                    self._add_x(value, sx, read.index, place, beta, lane)
+                for part in cutlass.range_constexpr(parts):
+                    at = (row0 // 64 + place, (col0 + piece * PIECE) // self.staged_cols + part, batch)
+                    self._store(value, part, staged, turn + part, store, at, group, lane)
             if cutlass.const_expr(self.has_x):
                 cute.arch.sync_warp()
                 ring.consumer_release(read)
                 read.advance()
         return read
+
+    @cute.jit
+    def update(self, acc, staged, w, rates, alpha, batch, row0, col0, group, lane):
+        """W ← decay·W − rate·α·acc for a tile; the next part's weights are read while this one's are updated."""
+        pieces, parts = self.tile[1] // PIECE, PIECE // self.staged_cols
+        weight, decay, rate = self._weight(w[batch]), rates[batch, 0], alpha * rates[batch, 1]
+        count = pieces * self.blocks_m * parts
+        held = self._read(weight, row0, col0, 0, group, lane)
+        for turn in cutlass.range_constexpr(count):
+            following = self._read(weight, row0, col0, min(turn + 1, count - 1), group, lane)
+            piece, block, part = turn // parts // self.blocks_m, turn // parts % self.blocks_m, turn % parts
+            buffer = staged[(None, None, group * STAGED_BUFFERS + turn % STAGED_BUFFERS)]
+            self._stage(self._values(acc, piece, block), part, buffer, lane)
+            self._meet(group)  # everyone has read the other buffer: one meeting a part is enough
+            self._write(weight, held, buffer, decay, rate, row0, col0, turn, group, lane)
+            held = following
+
+    def _values(self, acc, piece: int, block: int):
+        """The accumulators of a piece."""
+        start = block * self.tile[1] // 2 + piece * PIECE // 2
+        return cute.make_tensor(acc.iterator + start, cute.make_layout(PIECE // 2))
+
+    def _place(self, block: int, group):
+        """Which of the tile's 64-row blocks it is."""
+        return block if self.pingpong else WARPGROUPS * block + group
 
     @cute.jit
     def _add_x(self, value, sx, stage, place, beta, lane):
@@ -151,9 +160,7 @@ class ApplyEpilogue:
         across = self.tile[1] // VECTOR // per_line
         for step in cutlass.range(-(-64 * self.blocks_m * across // 128), unroll=1):
             line = (step * 128 + lane) // across
-            block = line // 64
-            place = block if self.pingpong else WARPGROUPS * block + group
-            row = cutlass.min(row0 + place * 64 + line % 64, self.rows - 1)
+            row = cutlass.min(row0 + self._place(line // 64, group) * 64 + line % 64, self.rows - 1)
             vector = cutlass.min(col0 // VECTOR + lane % across * per_line, self.cols // VECTOR - 1)
             cute.arch.prefetch(weight[(None, vector, row)].iterator.llvm_ptr, cache_level="L2")
 
@@ -166,29 +173,33 @@ class ApplyEpilogue:
         )
 
     @cute.jit
-    def _update(
-        self, value, part: cutlass.Constexpr[int], staged, turn: cutlass.Constexpr[int], weight, decay, rate,
-        row0, col0, group, lane,
-    ):
-        """W ← decay·W − rate·value for a part of the piece, each element read and written once."""
-        across = self.staged_cols // VECTOR
-        together = 128 // across  # rows
-        steps = STAGED_ROWS // together
-        line, chunk = lane // across, lane % across
-        row, vector = row0 + line, (col0 + part * self.staged_cols) // VECTOR + chunk
-        held = cute.make_rmem_tensor((VECTOR, steps), self.out_dtype)
-        for step in cutlass.range_constexpr(steps):
+    def _vectors(self, row0, col0, turn: cutlass.Constexpr[int], group, lane):
+        """A thread's first row and its vector in a part of the tile, and the rows that a warpgroup touches at once."""
+        parts, across = PIECE // self.staged_cols, self.staged_cols // VECTOR
+        piece, block, part = turn // parts // self.blocks_m, turn // parts % self.blocks_m, turn % parts
+        row = row0 + self._place(block, group) * 64 + lane // across
+        vector = (col0 + piece * PIECE + part * self.staged_cols) // VECTOR + lane % across
+        return row, vector, 128 // across
+
+    @cute.jit
+    def _read(self, weight, row0, col0, turn: cutlass.Constexpr[int], group, lane):
+        row, vector, together = self._vectors(row0, col0, turn, group, lane)
+        held = cute.make_rmem_tensor((VECTOR, STAGED_ROWS // together), self.out_dtype)
+        for step in cutlass.range_constexpr(STAGED_ROWS // together):
             # Threads outside the matrix read its edge, and store nothing.
             inside_row = cutlass.min(row + step * together, self.rows - 1)
             inside_vector = cutlass.min(vector, self.cols // VECTOR - 1)
             cute.autovec_copy(weight[(None, inside_vector, inside_row)], held[(None, step)])
-        buffer = staged[(None, None, group * STAGED_BUFFERS + turn % STAGED_BUFFERS)]
-        self._stage(value, part, buffer, lane)
-        self._meet(group)  # everyone has read the other buffer: one meeting a part is enough
+        return held
+
+    @cute.jit
+    def _write(self, weight, held, buffer, decay, rate, row0, col0, turn: cutlass.Constexpr[int], group, lane):
+        row, vector, together = self._vectors(row0, col0, turn, group, lane)
+        across = self.staged_cols // VECTOR
         product = cute.make_rmem_tensor(VECTOR, Float32)
         result = cute.make_rmem_tensor(VECTOR, self.out_dtype)
-        for step in cutlass.range_constexpr(steps):
-            place = cute.local_tile(buffer, (1, VECTOR), (step * together + line, chunk))
+        for step in cutlass.range_constexpr(STAGED_ROWS // together):
+            place = cute.local_tile(buffer, (1, VECTOR), (step * together + lane // across, lane % across))
             cute.autovec_copy(place[(0, None)], product)
             updated = decay * held[(None, step)].load().to(Float32) - rate * product.load()
             result.store(updated.to(self.out_dtype))

@@ -20,6 +20,7 @@ STAGED_ROWS, STAGED_BYTES, STAGED_BUFFERS = 64, 128, 2  # a piece of the result 
 ALIGNMENT_BYTES = 16  # of every stride and address; CUDA driver API, cuTensorMapEncodeTiled
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # a thread, of 3 × 168 (three warpgroups)
 OTHER_REGISTERS = 40  # a thread: addresses, descriptors, pipeline state, a piece of the result
+UPDATE_REGISTERS = 72  # the same, with a weight's elements of two pieces
 MAX_MATRIX_ELEMENTS = 2**31 - 1  # offsets inside one matrix are int32
 SOURCES = (
     __name__,
@@ -85,7 +86,8 @@ def illegality(problem: Problem, config: ApplyConfig, device: DeviceFingerprint)
     if rows_per_warpgroup(config) % 64:
         return f"warpgroups multiply 64 rows at a time: tile_m {config.tile_m} is too low to share"
     accumulators = rows_per_warpgroup(config) * config.tile_n // 128
-    if accumulators + OTHER_REGISTERS > CONSUMER_REGISTERS:
+    others = UPDATE_REGISTERS if problem.epilogue == "w" else OTHER_REGISTERS
+    if accumulators + others > CONSUMER_REGISTERS:
         return f"{accumulators} accumulators do not fit in the {CONSUMER_REGISTERS} registers a thread has"
     needed, limit = smem_bytes(config), device.smem_per_block_bytes
     if needed > limit:

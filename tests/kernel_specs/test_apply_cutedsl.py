@@ -75,9 +75,11 @@ def test_an_illegal_configuration_says_why(config: ApplyConfig, word: str) -> No
     assert word in (SPEC.illegality(problem(epilogue="c"), config, H200) or "")
 
 
-def test_a_cluster_needs_two_tiles_and_stages_a_long_k() -> None:
+def test_limits_depend_on_the_problem() -> None:
     assert "share" in (SPEC.illegality(problem(n=256), ApplyConfig(cluster_n=2), H200) or "")
     assert "share" in (SPEC.illegality(problem(m=128), ApplyConfig(cluster_m=2, group=1), H200) or "")
+    assert "accumulators" in (SPEC.illegality(problem(epilogue="w"), ApplyConfig(256, 192, 3, group=1), H200) or "")
+    assert SPEC.illegality(problem(), ApplyConfig(256, 192, 3, group=1), H200) is None
     assert "stages" in (SPEC.illegality(problem(m=128), ApplyConfig(group=1), H200) or "")
 
 
@@ -137,7 +139,7 @@ def test_every_tile_is_walked_once(rows: int, cols: int, config: ApplyConfig) ->
             ApplyConfig(128, 128, 4, PINGPONG, 1, 2, 1),
             ("multicast::cluster", "ldmatrix", "m64n128k16.f32.bf16.bf16"),
         ),
-        (problem(epilogue="w", out_dtype="float32"), ApplyConfig(256, 192, 3, group=1), ("m64n192k16",)),
+        (problem(epilogue="w", out_dtype="float32"), ApplyConfig(), ("prefetch.global.L2", "m64n256k16")),
     ],
     ids=["cooperative", "pingpong-c", "update"],
 )
