@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from ._triton_overlap import after_launches_before
+
 # Squares of both 2^50·U and 2^-50·U are summed in fp32: the first holds norms from 2^-110 to 2^13, the second from
 # there to 2^110.
 UP = tl.constexpr(2.0**50)
@@ -15,8 +17,10 @@ LARGEST_SUM = tl.constexpr(2.0**126)
 def squares(
     gradients, momenta, partials, mu,
     MODE: tl.constexpr, DTYPE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Pass 1: M ← μM + G; ``partials`` (batch, PROGRAMS, 2) get each program's two sums of squares of U."""
+    after_launches_before(OVERLAP)
     matrix = tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
     g = tl.load(gradients + matrix)
@@ -44,7 +48,7 @@ def _sums(
     up = tl.zeros([BLOCK], tl.float32)
     down = tl.zeros([BLOCK], tl.float32)
     for block in range(program, FULL, PROGRAMS):
-        start = block.to(tl.int64) * BLOCK
+        start = tl.cast(block, tl.int64) * BLOCK
         u = _updated(g + start + lane, m + start + lane, None, mu, MODE)
         up += (u * UP) * (u * UP)
         down += (u * DOWN) * (u * DOWN)
@@ -92,9 +96,10 @@ def _read(at, mask):
 def scaled(
     gradients, momenta, partials, x, mu, scale, eps, batch,
     MODE: tl.constexpr, DTYPE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-    PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr, PADDED: tl.constexpr,
 ):
     """Pass 2: X = scale · U / (‖U‖_F + eps). It begins with what pass 1 read last, which may still be in the L2."""
+    after_launches_before(OVERLAP)
     matrix = batch - 1 - tl.program_id(0) // PROGRAMS
     program = tl.program_id(0) % PROGRAMS
     factor = _factor(partials + matrix.to(tl.int64) * (2 * PROGRAMS), scale, eps, PROGRAMS, PADDED)
@@ -135,7 +140,7 @@ def _write(
             u = _again(g + start + lane, m + start + lane, mask, mu, MODE)
             tl.store(x + start + lane, (u * factor).to(x.dtype.element_ty), mask=mask)
     for index in range(program, FULL, PROGRAMS):
-        start = (FULL - 1 - index).to(tl.int64) * BLOCK
+        start = tl.cast(FULL - 1 - index, tl.int64) * BLOCK
         u = _again(g + start + lane, m + start + lane, None, mu, MODE)
         tl.store(x + start + lane, (u * factor).to(x.dtype.element_ty))
 

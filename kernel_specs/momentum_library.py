@@ -34,7 +34,7 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
 def update(
     gradients: Sequence[Tensor], momenta: Sequence[Tensor], x: Tensor, mode: str, mu: float, scale: float, eps: float
 ) -> None:
-    """The op on the tensors themselves, each (rows, cols), into ``x``, (batch, rows, cols); mode none has no ``momenta``.
+    """The op on the tensors themselves, each (rows, cols), into ``x``, (batch, rows, cols); none has no ``momenta``.
 
     float64 matrices are computed in float64, all others in fp32.
     """

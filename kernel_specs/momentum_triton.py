@@ -15,7 +15,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
-from ._triton import POINTERS, TritonKernel, TritonProgram
+from ._triton import POINTERS, TritonKernel, TritonProgram, overlap
 from .momentum import MODES
 
 MAX_PER_THREAD = 32  # elements: two sums of each are kept in registers
@@ -57,18 +57,20 @@ def build(problem: Problem, config: MomentumConfig, device: DeviceFingerprint) -
     from . import _triton_momentum as passes
 
     count = programs(problem, config, device)
+    overlaps, options = overlap(device)
     constants = {
         "MODE": problem.epilogue, "DTYPE": getattr(tl, problem.dtype), "COUNT": problem.m * problem.n,
-        "BLOCK": config.block, "PROGRAMS": count,
+        "BLOCK": config.block, "PROGRAMS": count, "OVERLAP": overlaps,
     }
     tensors = {"gradients": "*i64", "momenta": "*i64", "partials": "*fp32"}
-    first = TritonKernel(passes.squares, {**tensors, "mu": "fp32"}, constants, config.warps)
+    first = TritonKernel(passes.squares, {**tensors, "mu": "fp32"}, constants, config.warps, options=options)
     second = TritonKernel(
         passes.scaled,
         {**tensors, "x": POINTERS[problem.out_dtype], "mu": "fp32", "scale": "fp32", "eps": "fp32", "batch": "i32"},
         {**constants, "PADDED": triton.next_power_of_2(count)},
         config.warps,
         aligned=("x",),
+        options=options,
     )
 
     def host(squares: Callable[..., None], scaled: Callable[..., None]) -> Callable[..., Any]:
@@ -87,5 +89,8 @@ def build(problem: Problem, config: MomentumConfig, device: DeviceFingerprint) -
     return TritonProgram((first, second), host)
 
 
-_SOURCES = (__name__, *(f"{__package__}.{name}" for name in ("_triton", "_triton_momentum", "momentum")))
-KERNEL = KernelSpec("momentum", "triton", MomentumConfig, refusal, build, _SOURCES, illegality)
+KERNEL = KernelSpec(
+    "momentum", "triton", MomentumConfig, refusal, build,
+    (__name__, *(f"{__package__}.{name}" for name in ("momentum", "_triton", "_triton_overlap", "_triton_momentum"))),
+    illegality,
+)
