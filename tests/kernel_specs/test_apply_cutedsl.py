@@ -130,6 +130,40 @@ def test_every_tile_is_walked_once(rows: int, cols: int, config: ApplyConfig) ->
         assert bool((out[:, 0, shared] == out[:, 1, shared]).all())
 
 
+def test_staged_elements_lie_where_the_accumulators_say() -> None:
+    """Rows that stmatrix and ldmatrix address, against wgmma's accumulator layout: Apply's own copies, on the CPU."""
+    from cutlass.cute.nvgpu import warp
+    from cutlass.cute.runtime import from_dlpack
+
+    from dmuon_tune.kernel_specs._cutedsl_apply import Apply
+
+    class Places(Apply):
+        @cute.jit
+        def fill(self, stored: cute.Tensor, loaded: cute.Tensor):
+            store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+            load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+            coordinates = cute.make_identity_tensor((64, 64))
+            for lane in range(128):
+                to, _ = self._piece_copy(64, store, lane)
+                of, _ = self._piece_copy(64, load, lane)
+                for element in cutlass.range_constexpr(32):
+                    for axis in cutlass.range_constexpr(2):
+                        stored[lane, element, axis] = to.partition_D(coordinates)[element][axis]
+                        loaded[lane, element, axis] = of.partition_S(coordinates)[element][axis]
+
+    stored, loaded = torch.empty(2, 128, 32, 2, dtype=torch.int32)
+    arguments = from_dlpack(stored), from_dlpack(loaded)
+    fill = Places(problem(), ApplyConfig(), blocks=132).fill
+    cute.compile(fill, *arguments, options="--gpu-arch sm_90a")(*arguments)
+    assert torch.equal(stored, loaded)
+    # PTX ISA, stmatrix .x4: lane 8i + r addresses row r of matrix i, lane t holds two columns of its row t // 4;
+    # wgmma m64nNk16, D: lane t of warp w holds rows 16w + t // 4 (+ 8), columns 8j + 2(t % 4), +1.
+    for warp_index, atom, matrix, t in itertools.product(range(4), range(4), range(4), range(32)):
+        row, col = stored[32 * warp_index + 8 * matrix + t // 4, 8 * atom].tolist()
+        expected = (16 * warp_index + t // 4 + 8 * (matrix % 2), 16 * atom + 8 * (matrix // 2))
+        assert (row, col) == expected
+
+
 @pytest.mark.parametrize(
     ("asked", "config", "instructions"),
     [
