@@ -46,7 +46,8 @@ def reference(problem: Problem, g: Tensor, *rest: Tensor | float) -> Tensor | tu
 
 def _scaled(u: Tensor, scale: float, eps: float) -> Tensor:
     norms = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True)
-    scaled: Tensor = u * (scale / (norms + eps).clamp_min(torch.finfo(torch.float64).tiny))
+    divisor = norms + eps
+    scaled: Tensor = u * torch.where(divisor == 0.0, 0.0, scale / divisor)
     return scaled
 
 

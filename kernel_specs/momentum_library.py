@@ -55,8 +55,9 @@ def _scaled(u: Tensor, scale: float, eps: float) -> Tensor:
     largest = u.abs().amax().clamp_min(tiny)
     unit = u / largest
     norm = torch.linalg.vector_norm(unit)
-    # A zero matrix stays zero, with eps = 0 too; NaN and inf (inf/inf) spread over their own matrix.
-    scaled: Tensor = unit * (scale / (norm + eps / largest).clamp_min(tiny)) + 0.0 * norm
+    divisor = norm + eps / largest
+    factor = torch.where(divisor == 0.0, 0.0, scale / divisor)  # a zero matrix stays zero, with eps = 0 too
+    scaled: Tensor = unit * factor + 0.0 * norm  # NaN and inf (inf/inf) spread over their own matrix
     return scaled
 
 
