@@ -18,7 +18,7 @@ from dmuon_tune.errors import MissingEntryError, UsageError
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group, Recipe, chain
+from dmuon_tune.recipe import Group, Pick, Recipe, chain
 from dmuon_tune.runtime import GramNewtonSchulz, plan
 
 GROUP = Group(1, 16, 64)
@@ -193,3 +193,43 @@ def test_unreadable_cache_does_not_stop_training(cache_file: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         assert {row["origin"] for row in plan([GROUP], "cpu").rows()} == {"library"}
     assert "left out" in caplog.text
+
+
+def picked(cache_file: Path, key: str | None = None) -> dict[str, Any]:
+    """The Gram product's row where a recipe of the cache picks its kernel, under ``key`` or today's."""
+    problem = next(iter(chain(GROUP, "gram", "float32")))
+    today = tuning_key(kernel_specs.kernel("gram.library"), problem, fingerprint("cpu")).sha256
+    pick = Pick(problem, "gram.library", {"entry": "addmm"}, key or today)
+    with Store.open(cache_file) as store:
+        store.put_recipe(fingerprint("cpu"), Recipe(GROUP, "gram", "float32", cost_us=70.0, p20_us=69.0, p80_us=72.0,
+                                                    picks=(pick,)))
+    assert plan([GROUP], "cpu").groups[GROUP].cost_us == 70.0
+    return gram_row(cache_file)
+
+
+def test_a_recipes_pick_goes_before_the_products_winner(cache_file: Path) -> None:
+    tune_with_library(cache_file, entry="baddbmm")
+    row = picked(cache_file)
+    assert (row["origin"], row["layer"], row["config"]["entry"], row["median_us"]) == ("tuned", "user", "addmm", None)
+
+
+def test_a_pick_of_another_code_does_not_count(cache_file: Path) -> None:
+    tune_with_library(cache_file, entry="baddbmm")
+    assert picked(cache_file, "0" * 64)["config"]["entry"] == "baddbmm"
+
+
+def test_a_chunked_recipe_binds_both_sizes(cache_file: Path) -> None:
+    group = Group(5, 16, 64)
+    with Store.open(cache_file) as store:
+        store.put_recipe(fingerprint("cpu"), Recipe(group, "gram", "float32", chunk=3))
+    rows = plan([group], "cpu").rows()
+    counts = chain(GROUP, "gram", "float32")
+    assert sum(row["count"] for row in rows) == 2 * sum(counts.values())
+    assert {row["problem"].split()[1].split("x")[0] for row in rows} == {"3", "2"}
+
+
+def test_a_small_recipe_without_its_kernel_runs_the_default_form(cache_file: Path) -> None:
+    with Store.open(cache_file) as store:
+        store.put_recipe(fingerprint("cpu"), Recipe(GROUP, "small", "float16", cost_us=5.0))
+    planned = plan([GROUP], "cpu", "float16").groups[GROUP]
+    assert (planned.recipe.form, planned.recipe.cost_us, planned.layer) == ("gram", None, "")

@@ -1,0 +1,178 @@
+"""What runs around a chain's products: static tensors, work buffers, ends by address, and CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dmuon_tune.recipe import Group
+from dmuon_tune.runtime import GramNewtonSchulz, Muon
+from dmuon_tune.runtime.execution import Momentum
+from dmuon_tune.runtime.static import Static, Workspace
+
+CPU = torch.device("cpu")
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_static_tensor_is_rewritten_only_where_values_changed() -> None:
+    static = Static(CPU, torch.int64)
+    first = static.holding(range(2**45, 2**45 + 48, 16))
+    written = first._version
+    assert first.tolist() == [2**45, 2**45 + 16, 2**45 + 32]
+    assert static.holding(range(2**45, 2**45 + 48, 16)) is first and first._version == written
+    assert static.holding((7, 5, 3)) is first and first.tolist() == [7, 5, 3]
+    assert static.holding((1, 2)).tolist() == [1, 2]
+
+
+def test_a_static_table_has_columns() -> None:
+    assert Static(CPU, torch.float32, columns=2).holding((0.5, 0.25, 1.0, 2.0)).tolist() == [[0.5, 0.25], [1.0, 2.0]]
+
+
+def test_a_buffer_that_moves_changes_the_version() -> None:
+    workspace = Workspace(CPU)
+    big = workspace.buffer("x", (4, 5), torch.float32)
+    version = workspace.version
+    small = workspace.buffer("x", (2, 3), torch.float32)
+    assert small.data_ptr() == big.data_ptr() and workspace.version == version
+    assert workspace.buffer("x", (4, 6), torch.float32).shape == (4, 6) and workspace.version == version + 1
+
+
+def at(address: int, shape: tuple[int, ...]) -> Tensor:
+    count = shape[0] * shape[1]
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32).view(shape)
+
+
+def update_by_address(q: Tensor, x: Tensor, w: Tensor, rates: Tensor, alpha: float) -> None:
+    """``apply`` with epilogue w on a CPU, for wide matrices."""
+    for index, (address, (decay, rate)) in enumerate(zip(w.tolist(), rates.tolist(), strict=True)):
+        weight = at(address, x[index].shape)
+        weight.mul_(decay).sub_(rate * alpha * (q[index] @ x[index]))
+
+
+def test_weights_by_the_last_product_equal_weights_by_torch() -> None:
+    weights, gradients, momenta = ([gaussian(8, 24, seed=10 * s + i) for i in range(3)] for s in range(3))
+    rates = [(0.9, 0.1), (0.9, 0.1), (1.0, 0.3)]
+    run = GramNewtonSchulz(dtype="float32")
+    chain, ends = run._bound(Group(3, 8, 24), CPU, torch.float32, "n", torch.float32, True)
+    fused = dataclasses.replace(ends, weights={3: update_by_address})
+    results = []
+    for used in (ends, fused):
+        copies = [tensor.clone() for tensor in weights]
+        momentum = Momentum("n", tuple(tensor.clone() for tensor in momenta), 0.9)
+        chain.step(tuple(gradients), momentum, used, copies, rates)
+        results.append(copies)
+        assert torch.equal(momentum.buffers[0], momenta[0] * 0.9 + gradients[0])
+    for one, other, before in zip(*results, weights, strict=True):
+        assert not torch.equal(one, before)
+        torch.testing.assert_close(one, other)
+
+
+def test_a_result_at_an_odd_address_is_written_through_an_aligned_buffer() -> None:
+    x = gaussian(2, 5, 9)
+    run = GramNewtonSchulz(dtype="float32")
+    chain, ends = run._bound(Group(2, 5, 9), CPU, torch.float32, "none", torch.float32, False)
+    odd = torch.empty(2 * 5 * 9 + 1)[1:].view(2, 5, 9)
+    asked: list[int] = []
+
+    def noted(q: Tensor, given: Tensor, y: Tensor, *scalars: float) -> None:
+        asked.append(y.data_ptr() % 16)
+        ends.last[2](q, given, y, *scalars)
+
+    chain.polar(x, Momentum(), dataclasses.replace(ends, last={2: noted}), odd)
+    assert asked == [0] and torch.equal(odd, run(x))
+
+
+def test_momentum_of_another_dtype_or_storage_order_is_updated_in_place() -> None:
+    p = nn.Parameter(gaussian(6, 10).half())
+    optimizer = Muon([p], momentum=0.5, ns_dtype="float32")
+    optimizer.state[p]["momentum_buffer"] = torch.ones(10, 6).mT
+    p.grad = gaussian(6, 10, seed=1).half()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], 0.5 + p.grad.float())
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    shapes = [(256, 512), (512, 256), (256, 512), (128, 128), (100, 77), (3, 64, 96)]
+    return [nn.Parameter(gaussian(*shape, seed=i).to("cuda", dtype)) for i, shape in enumerate(shapes)]
+
+
+def trained(dtype: torch.dtype, way: str, steps: int = 5) -> tuple[list[nn.Parameter], Muon]:
+    """``way``: eager; graphs; moving (graphs, gradients elsewhere each step); captured (a graph of the whole step)."""
+    weights = parameters(dtype)
+    optimizer = Muon(weights, lr=0.1, weight_decay=0.1, graphs=way != "eager")
+    kept, whole = [torch.zeros_like(p) for p in weights], torch.cuda.CUDAGraph()
+    for step in range(steps):
+        for i, (p, static) in enumerate(zip(weights, kept, strict=True)):
+            gradient = gaussian(*p.shape, seed=100 * step + i).to("cuda", dtype)
+            p.grad = gradient if way == "moving" else static.copy_(gradient)
+        if way == "captured" and step == 2:
+            torch.cuda.synchronize()
+            with torch.cuda.graph(whole):
+                optimizer.step()
+        if way == "captured" and step >= 2:
+            whole.replay()
+        else:
+            optimizer.step()
+    torch.cuda.synchronize()
+    return weights, optimizer
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_to_launch_gives_the_same_bits(dtype: torch.dtype) -> None:
+    eager, _ = trained(dtype, "eager")
+    for way in ("graphs", "moving", "captured"):
+        weights, optimizer = trained(dtype, way)
+        assert all(torch.equal(a, b) for a, b in zip(eager, weights, strict=True)), way
+        if way == "graphs":
+            copy.deepcopy(optimizer)
+            pickle.loads(pickle.dumps(optimizer))
+            small = {chain._planned.recipe.form == "small" for chain in optimizer._newton_schulz._chains.values()}
+            replays = [len(chain._replays) for chain in optimizer._newton_schulz._chains.values()]
+            assert True in small or all(replays)
+
+
+@gpu
+@needs_gpu
+def test_replays_follow_the_input_and_allocate_nothing() -> None:
+    run, eager = GramNewtonSchulz("you"), GramNewtonSchulz("you", graphs=False)
+    inputs: list[Any] = [gaussian(4, 192, 256, seed=i).cuda() for i in range(4)]
+    larger = gaussian(8, 192, 512).cuda()
+    for x in [*inputs, larger, *inputs, inputs[0].mT, *inputs]:  # the larger one moves the buffers
+        assert torch.equal(run(x), eager(x))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(100):
+        for x in inputs:
+            run(x)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@gpu
+@needs_gpu
+def test_calls_on_two_streams_wait_for_each_other() -> None:
+    run = GramNewtonSchulz("you")
+    x, y = gaussian(8, 256, 1024).cuda(), gaussian(8, 256, 1024, seed=1).cuda()
+    want = run(x), run(y)
+    side = torch.cuda.Stream()
+    for _ in range(20):
+        side.wait_stream(torch.cuda.current_stream())
+        one = run(x)
+        with torch.cuda.stream(side):
+            other = run(y)
+        torch.cuda.synchronize()
+        assert torch.equal(one, want[0]) and torch.equal(other, want[1])
