@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from dmuon_tune.backends import backends
 from dmuon_tune.backends.cubin import cubin_resources
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, ops
-from dmuon_tune.kernel_specs._cutedsl_space import SymmetricConfig, registers, smem_bytes, tile_count
+from dmuon_tune.kernel_specs._cutedsl_space import SymmetricConfig, registers, rounds_of, smem_bytes, tile_count
 from dmuon_tune.problem import Problem
 
 cutlass = pytest.importorskip("cutlass")
@@ -50,10 +53,11 @@ def test_other_devices_are_refused_by_name(arch: str) -> None:
         (problem(epilogue="i"), "epilogue"),
         (Problem("gram", 1, 64, 128, 64), "n = m"),
         (problem(m=65536, k=65536), "elements"),
+        (Problem("gemm_symmetric", 1, 100, 100, 64, epilogue="c"), "beside a c"),
     ],
 )
 def test_a_refusal_says_why(refused: Problem, word: str) -> None:
-    assert word in (KERNELS["gram"].refusal(refused, H200) or "")
+    assert word in (KERNELS[refused.op].refusal(refused, H200) or "")
 
 
 def test_ragged_extents_off_the_contiguous_axis_are_served() -> None:
@@ -69,6 +73,12 @@ def test_ragged_extents_off_the_contiguous_axis_are_served() -> None:
         (SymmetricConfig(tile_m=128, tile_n=256, stages=6), "shared memory"),
         (SymmetricConfig(tile_m=64, tile_n=128, stages=5, warpgroups=1, blocks_per_sm=2), "multiprocessor"),
         (SymmetricConfig(tile_m=128, tile_n=256, stages=2, blocks_per_sm=2), "registers"),
+        (SymmetricConfig(warpgroups=1, pingpong=True), "in pairs"),
+        (SymmetricConfig(tile_m=128, tile_n=256, stages=3, pingpong=True), "accumulators"),
+        (SymmetricConfig(cluster=2, split=2), "not both"),
+        (SymmetricConfig(tile_m=256, tile_n=192, tile_k=64, stages=2, split=2), "partial sums"),
+        (SymmetricConfig(tile_n=256, stages=3, split=3), "3 do not fill the device for the 2 rounds"),
+        (SymmetricConfig(tile_n=192, split=2), "leave 99 for a last round"),
     ],
 )
 def test_an_illegal_configuration_says_why(config: SymmetricConfig, word: str) -> None:
@@ -83,6 +93,30 @@ def test_the_legal_space_is_searchable_and_has_the_untuned_choice() -> None:
         assert KERNELS["gram"].untuned(asked, H200) in space
         assert all(smem_bytes(config) <= H200.smem_per_block_bytes for config in space)
     assert len(KERNELS["gram"].legal_space(problem(m=4096), H200)) > 50
+
+
+def test_few_tiles_take_no_turns_and_a_low_matrix_shares_no_columns() -> None:
+    illegality = KERNELS["gram"].illegality
+    assert "take turns" in (illegality(problem(m=1024), SymmetricConfig(group=4, pingpong=True), H200) or "")
+    assert "one tile high" in (illegality(problem(m=128, k=512), SymmetricConfig(group=1, cluster=2), H200) or "")
+    few = SymmetricConfig(group=4, stages=2, split=2)
+    assert "too few tiles" in (illegality(problem(m=512, k=192), few, H200) or "")
+
+
+@pytest.mark.parametrize(
+    ("tiles", "config", "expected"),
+    [
+        (576, SymmetricConfig(), (5, 0, 132)),
+        (36, SymmetricConfig(), (1, 0, 36)),
+        (576, SymmetricConfig(cluster=2), (9, 0, 66)),
+        (576, SymmetricConfig(split=2), (4, 48, 66)),
+        (66, SymmetricConfig(split=2), (0, 66, 66)),
+        (36, SymmetricConfig(split=3), (0, 36, 36)),
+        (132, SymmetricConfig(split=2), (1, 0, 66)),
+    ],
+)
+def test_rounds_of_a_walk(tiles: int, config: SymmetricConfig, expected: tuple[int, int, int]) -> None:
+    assert rounds_of(tiles, 132, config) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,8 +155,13 @@ def test_every_tile_of_the_lower_triangle_is_walked_once(m: int, tile_m: int, ti
             problem("gemm_symmetric", batch=3, m=200, layout="col", dtype="bfloat16", epilogue="ci"),
             SymmetricConfig(64, 128, 64, 4, 1, 1, 2),
         ),
+        (
+            problem("gemm_symmetric", batch=16, m=1024, epilogue="c"),
+            SymmetricConfig(128, 128, 64, 4, 2, 4, pingpong=True, cluster=2, buffers=2),
+        ),
+        (problem("gemm_symmetric", m=2048, epilogue="c"), SymmetricConfig(192, 192, 64, 3, 3, 4, split=2)),
     ],
-    ids=["gram-row", "product-col-ci"],
+    ids=["gram-row", "product-col-ci", "turns-cluster", "split"],
 )
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_it_compiles_to_tma_and_wgmma(asked: Problem, config: SymmetricConfig, tmp_path: Path) -> None:
@@ -136,11 +175,27 @@ def test_it_compiles_to_tma_and_wgmma(asked: Problem, config: SymmetricConfig, t
     short = {"float16": "f16", "bfloat16": "bf16"}[asked.dtype]
     assert ".target sm_90a" in code
     assert f"wgmma.mma_async.sync.aligned.m64n{config.tile_n}k16.f32.{short}.{short}" in code
-    for instruction in ("cp.async.bulk.tensor", "mbarrier.try_wait", "stmatrix", "griddepcontrol.wait"):
+    expected = ["tile.bulk_group", "cp.async.bulk.tensor", "mbarrier.try_wait", "stmatrix", "griddepcontrol.wait"]
+    expected += ["multicast::cluster"] * (config.cluster > 1) + ["ld.shared::cluster.v4.f32"] * (config.split > 1)
+    for instruction in expected:
         assert instruction in code, instruction
     resources = cubin_resources(compiled.__cubin__)
     assert resources["spill_bytes"] == 0
     assert 0 < resources["registers"] <= registers(config)
+    if (listing := disassembly(compiled.__cubin__, tmp_path)) is not None:
+        # ptxas may serialize wgmma, with a wait after each; ours waits once for all of a tile's.
+        assert len(re.findall(r"WARPGROUP.DEPBAR.LE gsb0, 0x0 ", listing)) <= 2 < listing.count("HGMMA")
+
+
+def disassembly(cubin: bytes, folder: Path) -> str | None:
+    """SASS by the disassembler that Triton's wheel carries, or None without one."""
+    triton = importlib.util.find_spec("triton")
+    program = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else None
+    if program is None or not program.exists():
+        return None
+    file = folder / "code.cubin"
+    file.write_bytes(cubin)
+    return subprocess.run([program, "-c", file], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -189,7 +244,24 @@ def gpu_cases() -> list[tuple[Problem, SymmetricConfig]]:
     cases.append((problem("gram", 1, 72, 77, layout="col"), CONFIGS[3]))
     cases.append((problem("gram", 5, 1544, 264, out_dtype="bfloat16"), CONFIGS[1]))
     cases.append((problem("gemm_symmetric", 2, 2048, epilogue="ci"), CONFIGS[2]))
-    return cases
+    return cases + schedule_cases()
+
+
+def schedule_cases() -> list[tuple[Problem, SymmetricConfig]]:
+    """Turns, clusters and shared k: with rounds of several tiles a block, ragged ends and idle blocks."""
+    turns = SymmetricConfig(128, 128, 64, 4, 2, 4, pingpong=True)
+    changed = dataclasses.replace
+    return [
+        (problem("gemm_symmetric", 9, 1032, epilogue="ci"), changed(turns, stages=5)),
+        (problem("gram", 9, 1800, 72, layout="col", dtype="bfloat16"), changed(turns, tile_m=64, tile_n=256, stages=2)),
+        (problem("gemm_symmetric", 9, 1032, epilogue="c"), changed(turns, cluster=2, buffers=2)),
+        (problem("gemm_symmetric", 16, 1032, epilogue="c", layout="col"), changed(turns, split=2)),
+        (problem("gram", 3, 1000, 264, layout="col"), SymmetricConfig(128, 256, 64, 3, 2, 4, cluster=2)),
+        (problem("gram", 7, 1000, 264, layout="col"), SymmetricConfig(128, 256, 64, 3, 2, 4, split=2)),
+        (problem("gemm_symmetric", 1, 1032, epilogue="ci"), SymmetricConfig(192, 192, 64, 3, 3, 1, split=2)),
+        (problem("gram", 3, 264, 5464, layout="col"), SymmetricConfig(64, 128, 64, 4, 1, 1, split=3)),
+        (problem("gemm_symmetric", 1, 1000, epilogue="c"), SymmetricConfig(128, 256, 64, 3, 2, 4, split=4)),
+    ]
 
 
 def case_id(value: object) -> str:
