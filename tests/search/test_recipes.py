@@ -1,0 +1,157 @@
+"""The search of a group's recipe, on made-up times: which chains it asks for, in which order, and what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from dmuon_tune import chains
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.cache import CacheEntry
+from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group, Recipe, chain
+from dmuon_tune.search.recipes import ChainSearch, Tuned, chunks, estimates, is_current
+
+SQUARE = Group(1, 64, 64)
+BATCH = Group(6, 64, 64)
+SPECS = [kernel(f"{op}.{backend}") for op in ("gram", "gemm_symmetric", "apply") for backend in ("library", "tilelang")]
+CPU = fingerprint("cpu")
+SMALL_L2 = replace(CPU, l2_bytes=4 * 64 * 64 * 4 * 2 * 2)  # the Gram form's squares of two matrices fill half of it
+
+
+def ok(median_us: float) -> Measurement:
+    return Measurement.from_samples([median_us], 0.0, {})
+
+
+def entry(problem: Problem, kernel_name: str, median_us: float = 1.0) -> CacheEntry:
+    spec = kernel(kernel_name)
+    config = vars(spec.untuned(problem, CPU))
+    return CacheEntry(tuning_key(spec, problem, CPU), dict(config), ok(median_us), "", {})
+
+
+def tuned(group: Group, *forms: str, ties: tuple[str, ...] = ()) -> dict[Problem, Tuned]:
+    problems = [problem for form in forms for problem in chain(group, form, "float32")]
+    return {
+        problem: Tuned(
+            entry(problem, f"{problem.op}.library"),
+            entry(problem, f"{problem.op}.tilelang") if problem.op in ties else None,
+        )
+        for problem in problems
+    }
+
+
+def walk(search: ChainSearch, measure: Callable[[Recipe], Measurement]) -> list[Recipe]:
+    """Every chain that the search asks for."""
+    asked = []
+    while (recipe := search.candidate) is not None:
+        asked.append(recipe)
+        search.observe(measure(recipe))
+    return asked
+
+
+def search_of(group: Group, forms: tuple[str, ...], known: dict[Problem, Tuned]) -> ChainSearch:
+    return ChainSearch(estimates(group, forms, "float32", known), known, SPECS, SMALL_L2)
+
+
+def kernels_of(recipe: Recipe) -> dict[str, str]:
+    return {pick.problem.op: pick.kernel.partition(".")[2] for pick in recipe.picks}
+
+
+def test_the_cheaper_sum_is_first_and_a_missing_winner_leaves_a_form_out() -> None:
+    forms = ("gram", "plain")
+    known = tuned(SQUARE, *forms)
+    found = estimates(SQUARE, forms, "float32", known)
+    counts = {form: sum(chain(SQUARE, form, "float32").values()) for form in forms}
+    assert [(recipe.form, recipe.cost_us) for recipe in found] == sorted(counts.items(), key=lambda item: item[1])
+    assert not any(recipe.timed for recipe in found)
+    only_plain = next(p for p in known if p.op == "apply" and p.epilogue == "c")
+    del known[only_plain]
+    assert [recipe.form for recipe in estimates(SQUARE, forms, "float32", known)] == ["gram"]
+    assert estimates(SQUARE, forms, "float32", {}) == []
+
+
+def test_batches_are_halved_until_the_squares_stay_in_the_l2() -> None:
+    per_matrix = chains.SQUARES["gram"] * 1024**2 * 2
+    group = Group(16, 1024, 4096)
+    assert chunks(group, "gram", "float16", 2 * 16 * per_matrix) == []
+    assert chunks(group, "gram", "float16", 2 * 3 * per_matrix) == [8, 4, 2]
+    assert chunks(group, "gram", "float16", 1) == [8, 4, 2, 1]
+    assert chunks(Group(7, 1024, 4096), "plain", "float16", 1) == [4, 2, 1]
+    assert chunks(group, "small", "float16", 1) == chunks(Group(1, 8, 8), "gram", "float16", 1) == []
+
+
+def test_form_then_pieces_then_tied_kernels_then_smaller_batches() -> None:
+    def measure(recipe: Recipe) -> Measurement:
+        time_us = {"gram": 10.0, "plain": 12.0}[recipe.form] * recipe.group.batch
+        time_us *= {None: 1.0, 3: 0.9, 2: 0.7}[recipe.chunk]
+        return ok(time_us * (0.8 if kernels_of(recipe)["apply"] == "tilelang" else 1.0))
+
+    search = search_of(BATCH, ("gram", "plain"), tuned(BATCH, "gram", "plain", ties=("gram", "apply")))
+    asked = walk(search, measure)
+    assert {(recipe.form, recipe.chunk) for recipe in asked[:2]} == {("gram", None), ("plain", None)}
+    assert [(recipe.form, recipe.chunk) for recipe in asked[2:4]] == [("gram", 3), ("gram", 2)]
+    assert [kernels_of(recipe) for recipe in asked[4:6]] == [
+        {"gram": "tilelang", "gemm_symmetric": "library", "apply": "library"},
+        {"gram": "library", "gemm_symmetric": "library", "apply": "tilelang"},
+    ]
+    assert all(recipe.chunk == 2 for recipe in asked[4:6])
+    assert [(recipe.group.batch, recipe.chunk) for recipe in asked[6:]] == [(1, None), (2, None), (4, 2)]
+    best = search.recipe()
+    assert search.is_pricing and best.timed and (best.form, best.chunk, best.pieces) == ("gram", 2, (2, 2, 2))
+    assert kernels_of(best) == {"gram": "library", "gemm_symmetric": "library", "apply": "tilelang"}
+    assert best.cost_us == ok(60.0 * 0.7 * 0.8).median_us
+    assert best.batch_costs == ((1, 8.0), (2, 16.0), (4, 40.0 * 0.7 * 0.8))
+    assert is_current(best, SPECS, SMALL_L2)
+    stale = replace(best, picks=(replace(best.picks[0], key="older code"), *best.picks[1:]))
+    assert not is_current(stale, SPECS, SMALL_L2) and not is_current(replace(best, p20_us=None), SPECS, SMALL_L2)
+
+
+def test_every_product_of_every_piece_has_its_kernel_under_todays_key() -> None:
+    group = replace(BATCH, batch=5)
+    search = search_of(group, ("gram",), tuned(group, "gram"))
+    for recipe in walk(search, lambda recipe: ok(1.0)):
+        assert {pick.problem for pick in recipe.picks} == recipe.products().keys()
+        for pick in recipe.picks:
+            assert pick.key == tuning_key(kernel(pick.kernel), pick.problem, SMALL_L2).sha256
+    assert {size for recipe in [replace(search.recipe(), chunk=2)] for size in recipe.pieces} == {1, 2}
+
+
+def test_another_batch_runs_its_own_winner_or_an_illegal_configuration_untuned() -> None:
+    known = tuned(BATCH, "gram", ties=("gram", "gemm_symmetric", "apply"))
+    known = {problem: Tuned(found.runner_up or found.winner) for problem, found in known.items()}  # TileLang wins
+    (gram,) = [problem for problem in chain(replace(BATCH, batch=1), "gram", "float32") if problem.op == "gram"]
+    known[gram] = Tuned(entry(gram, "gram.library"))
+    asked = walk(search_of(BATCH, ("gram",), known), lambda recipe: ok(1.0))
+    alone = next(recipe for recipe in asked if recipe.group.batch == 1)
+    assert kernels_of(alone) == {"gram": "library", "gemm_symmetric": "tilelang", "apply": "tilelang"}
+    apply = next(problem for problem in known if problem.op == "apply")
+    known[apply] = Tuned(replace(known[apply].winner, config={**known[apply].winner.config, "tile_m": 7}))
+    for recipe in walk(search_of(BATCH, ("gram",), known), lambda recipe: ok(1.0)):
+        pick = next(pick for pick in recipe.picks if pick.problem.op == "apply")
+        assert pick.config == vars(kernel("apply.tilelang").untuned(pick.problem, CPU))
+
+
+def test_a_form_that_fails_is_left_and_what_is_not_faster_is_not_taken() -> None:
+    known = tuned(SQUARE, "gram", "plain", ties=("gram",))
+    search = search_of(SQUARE, ("gram", "plain"), known)
+    asked = walk(search, lambda recipe: Measurement("wrong_result") if recipe.form == "plain" else ok(5.0))
+    assert [recipe.form for recipe in asked] == ["plain", "gram", "gram"]
+    assert kernels_of(search.recipe())["gram"] == "library"  # no faster than the winner
+
+    search = search_of(SQUARE, ("gram", "plain"), known)
+    walk(search, lambda recipe: Measurement("crashed"))
+    assert not search.recipe().timed and search.recipe().form == "plain"
+    assert search.best_us is None and search.recipe().cost_us is not None
+
+
+def test_a_form_far_behind_on_paper_is_not_timed() -> None:
+    known = tuned(SQUARE, "gram", "plain")
+    dear = next(problem for problem in known if problem.op == "apply" and problem.epilogue == "c")
+    known[dear] = Tuned(entry(dear, "apply.library", 100.0))
+    asked = walk(search_of(SQUARE, ("gram", "plain"), known), lambda recipe: ok(5.0))
+    assert [recipe.form for recipe in asked] == ["gram"]
+    asked = walk(search_of(SQUARE, ("gram", "plain"), known), lambda recipe: Measurement("timeout"))
+    assert [recipe.form for recipe in asked] == ["gram", "plain"]  # unless nothing else works
