@@ -195,6 +195,10 @@ class SymmetricProduct(SymmetricEpilogue):
         if warp_index == producer_warp:
             cpasync.prefetch_descriptor(a_atom)
             cpasync.prefetch_descriptor(b_atom)
+            if cutlass.const_expr(self.has_c):
+                cpasync.prefetch_descriptor(c_atom)
+            if cutlass.const_expr(self.tma_rows):
+                cpasync.prefetch_descriptor(d_atom)
 
         smem = SmemAllocator()
         sa = smem.allocate_tensor(self.dtype, a_smem.outer, byte_alignment=1024, swizzle=a_smem.inner)
