@@ -34,6 +34,9 @@ class Momentum:
     mu: float = 0.0
 
 
+GIVEN = Momentum()  # U itself is given
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Matrices ``part`` of a batch, orthogonalized but for the last product; ``direct``: that reads them themselves."""
@@ -69,6 +72,7 @@ class GroupChain:
         self._replays: dict[int, _Replay] = {}
         self._buffers: tuple[int, Tensor, Tensor, list[Tensor]] | None = None
         device, pieces = workspace.device, planned.recipe.pieces
+        self._device, self._sizes, self._whole = device, pieces, len(pieces) == 1
         self._gradients, self._momenta = Static(device, torch.int64), Static(device, torch.int64)
         self._coefficients = Static(device, torch.float32, columns=3)
         self._weights = [Static(device, torch.int64) for _ in pieces]
@@ -78,7 +82,7 @@ class GroupChain:
         """The polar factors into ``out``, contiguous, (batch, rows, cols), of the dtype that ``ends`` are made for."""
         workspace = self._entered()
         for piece in self._pieces(matrices, momentum, ends, workspace):
-            self._write(piece, ends, out[piece.part], workspace)
+            self._write(piece, ends, out if self._whole else out[piece.part], workspace)
 
     def step(
         self, gradients: Matrices, momentum: Momentum, ends: Ends, weights: Sequence[Tensor],
@@ -100,8 +104,8 @@ class GroupChain:
 
     def _entered(self) -> Workspace:
         """The shared buffers; in a capture of the caller's buffers of its own, which its graph then keeps."""
-        if capturing(self._workspace.device):
-            return Workspace(self._workspace.device)
+        if capturing(self._device):
+            return Workspace(self._device)
         self._workspace.follow()
         return self._workspace
 
@@ -117,7 +121,7 @@ class GroupChain:
         if not direct:
             self._first(matrices, momentum, ends, x)
         start = 0
-        for index, size in enumerate(recipe.pieces):
+        for index, size in enumerate(self._sizes):
             part = slice(start, start + size)
             start += size
             if small:
@@ -129,12 +133,9 @@ class GroupChain:
 
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
         """Whether the small form reads these matrices themselves."""
-        pieces = self._planned.recipe.pieces
         matrix_bytes = matrices[0].numel() * matrices.element_size()
-        aligned = matrices.data_ptr() % ALIGNMENT_BYTES == 0 and (
-            len(pieces) == 1 or matrix_bytes % ALIGNMENT_BYTES == 0
-        )
-        return aligned and all(size in ends.direct for size in pieces)
+        aligned = matrices.data_ptr() % ALIGNMENT_BYTES == 0 and (self._whole or matrix_bytes % ALIGNMENT_BYTES == 0)
+        return aligned and all(size in ends.direct for size in self._sizes)
 
     def _work(self, workspace: Workspace) -> tuple[Tensor, Tensor, list[Tensor]]:
         """X, Y and the squares of the chain."""
@@ -144,7 +145,7 @@ class GroupChain:
         recipe, group = self._planned.recipe, self._planned.recipe.group
         dtype: torch.dtype = getattr(torch, recipe.dtype)
         x, y = (workspace.buffer(name, (group.batch, group.rows, group.cols), dtype) for name in ("x", "y"))
-        square = (max(recipe.pieces), group.m, group.m)
+        square = (max(self._sizes), group.m, group.m)
         squares = [workspace.buffer(f"s{i}", square, dtype) for i in range(chains.SQUARES[recipe.form])]
         if own:
             self._buffers = workspace.version, x, y, squares
@@ -154,7 +155,9 @@ class GroupChain:
         """x = input_scale · U / (norm_factor · ‖U‖_F + eps), rounded once."""
         scale = chains.input_scale(self._planned.recipe.group.m) / self._norm_factor
         buffers = momentum.buffers
-        by_address = all(buffer.dtype == matrices[0].dtype and buffer.is_contiguous() for buffer in buffers)
+        by_address = not buffers or all(
+            buffer.dtype == matrices[0].dtype and buffer.is_contiguous() for buffer in buffers
+        )
         if ends.first is None or not by_address:
             update(list(matrices), buffers, x, momentum.mode, momentum.mu, scale, self._eps)
         elif momentum.mode == "none":
@@ -225,8 +228,8 @@ class GroupChain:
 def _addresses(matrices: Matrices) -> Sequence[int]:
     """Where each matrix begins."""
     if isinstance(matrices, Tensor):
-        start, count, matrix = matrices.data_ptr(), len(matrices), matrices[0]
-        step = matrix.numel() * matrix.element_size()
+        start, count, rows, cols = matrices.data_ptr(), *matrices.shape
+        step = rows * cols * matrices.element_size()
         return range(start, start + count * step, step)
     return tuple([matrix.data_ptr() for matrix in matrices])
 

@@ -19,7 +19,7 @@ from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, default_dt
 from dmuon_tune.recipe import groups as cut
 
 from .ends import Ends, resolve_ends
-from .execution import GroupChain, Momentum
+from .execution import GIVEN, GroupChain, Momentum
 from .plan import GroupPlan, Plan, device_context, plan, report_failures
 from .resolve import Resolver
 from .static import Workspace
@@ -85,14 +85,17 @@ class GramNewtonSchulz:
             raise UsageError(f"Newton–Schulz needs (..., rows, cols) with rows, cols >= 1, not {tuple(x.shape)}")
         if not x.is_floating_point():
             raise UsageError(f"Newton–Schulz needs a real floating-point tensor, not {x.dtype}")
-        result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if not x.numel():
+        device, dtype, (rows, cols) = x.device, x.dtype, x.shape[-2:]
+        result = torch.empty(x.shape, dtype=dtype, device=device)
+        batch = x.numel() // (rows * cols)
+        if not batch:
             return result
-        with torch.no_grad(), device_context(x.device):
-            matrices, polars = (tensor.reshape(-1, *x.shape[-2:]) for tensor in (x.detach(), result))
-            for part, group in cut_batch(len(matrices), *x.shape[-2:]):
-                chain, ends = self._bound(group, x.device, x.dtype, "none", x.dtype, False)
-                chain.polar(matrices[part].contiguous(), Momentum(), ends, polars[part])
+        with torch.no_grad(), device_context(device):
+            matrices, polars = (t if t.ndim == 3 else t.reshape(-1, rows, cols) for t in (x.detach(), result))
+            for part, group in cut_batch(batch, rows, cols):
+                chain, ends = self._bound(group, device, dtype, "none", dtype, False)
+                some, out = (matrices, polars) if group.batch == batch else (matrices[part], polars[part])
+                chain.polar(some.contiguous(), GIVEN, ends, out)
         return result
 
     def plan_for(self, groups: Sequence[Group], device: torch.device) -> Plan:
