@@ -13,21 +13,18 @@ from cutlass.utils import hopper_helpers as hopper
 from dmuon_tune.problem import Problem
 
 from . import _cutedsl_polar_ops as ops
-from ._cutedsl_polar_memory import DTYPES, EXCHANGE, PANEL, PANEL_BYTES, PolarMemory
+from ._cutedsl_polar_exchange import CHUNK_BYTES, PolarExchange
+from ._cutedsl_polar_memory import DTYPES, EXCHANGE, PANEL, PANEL_BYTES
 from ._cutedsl_polar_space import CHUNK, HALF, POLAR_THREADS, PolarConfig, smem_bytes
 from .polar_small import schedule
-
-CHUNK_BYTES = HALF * CHUNK * 2
-GROUP_BYTES = 64 * PANEL * 2  # of one panel, what one warpgroup's rows occupy: contiguous
-WORDS = CHUNK // 16 * 4  # registers of 64 rows × 128 columns in fp16
 
 
 class Program:
     """What the backend compiles: the entry point and stand-ins for its arguments but the stream."""
 
     def __init__(self, problem: Problem, config: PolarConfig, sm_count: int) -> None:
-        self.problem, self.smem_bytes = problem, smem_bytes(problem)
-        self.entry = SmallPolar(problem, sm_count).launch
+        self.problem, self.smem_bytes = problem, smem_bytes(problem, config)
+        self.entry = SmallPolar(problem, config, sm_count).launch
 
     def arguments(self) -> tuple:
         problem = self.problem
@@ -46,7 +43,7 @@ def _tensor(dtype: str, shape: tuple[int, ...]):
     return cute.runtime.make_fake_compact_tensor(DTYPES[dtype], shape, stride_order=order, assumed_align=align)
 
 
-class SmallPolar(PolarMemory):
+class SmallPolar(PolarExchange):
     """X ← aX + (bA + cA²)X, A = XXᵀ, for matrices of at most 256 rows and columns, X held in shared memory.
 
     One block where m ≤ 128, else a cluster of two: a block owns 128 rows of X, of A and of P = bA + cA², two
@@ -58,12 +55,12 @@ class SmallPolar(PolarMemory):
     only own rows run meanwhile.
     """
 
-    def __init__(self, problem: Problem, sm_count: int) -> None:
-        super().__init__(problem)
+    def __init__(self, problem: Problem, config: PolarConfig, sm_count: int) -> None:
+        super().__init__(problem, config)
         self.steps = schedule(problem)[0]
-        self.k_blocks = -(-self.n // 16)
-        self.clusters = min(self.batch, sm_count // self.halves)
-        self.smem_bytes = smem_bytes(problem)
+        self.k_blocks = -(-min(self.n, self.cols) // 16)
+        self.clusters = min(self.batch, sm_count // self.blocks)
+        self.smem_bytes = smem_bytes(problem, config)
 
     @cute.jit
     def launch(
@@ -90,9 +87,9 @@ class SmallPolar(PolarMemory):
         self._kernel(
             u, coefficients, y, norm_factor, gram_mma, straight_mma, turned_mma, x_layout, square_layout, turned_layout
         ).launch(
-            grid=[self.clusters * self.halves, 1, 1],
+            grid=[self.clusters * self.blocks, 1, 1],
             block=[POLAR_THREADS, 1, 1],
-            cluster=[self.halves, 1, 1],
+            cluster=[self.blocks, 1, 1],
             max_number_threads=[POLAR_THREADS, 1, 1],
             min_blocks_per_mp=1,
             smem=self.smem_bytes,
@@ -117,7 +114,7 @@ class SmallPolar(PolarMemory):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         rank = Int32(0)
-        if cutlass.const_expr(self.halves == 2):
+        if cutlass.const_expr(self.blocks > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
         smem = SmemAllocator()
@@ -126,13 +123,13 @@ class SmallPolar(PolarMemory):
         own = self._matrix(smem, square_layout)
         beside = self._matrix(smem, square_layout) if self.halves == 2 else None
         other = self._matrix(smem, square_layout) if self.halves == 2 else None
-        sums = smem.allocate_tensor(Float32, cute.make_layout((EXCHANGE, 2)), byte_alignment=16)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((EXCHANGE, self.blocks)), byte_alignment=16)
         partial = smem.allocate_tensor(Float32, cute.make_layout((EXCHANGE, POLAR_THREADS // 32)), byte_alignment=16)
-        barriers = smem.allocate_array(Int64, 2, byte_alignment=8)
-        if cutlass.const_expr(self.halves == 2):
+        barriers = smem.allocate_array(Int64, 3, byte_alignment=8)
+        if cutlass.const_expr(self.blocks > 1):
             if thread == 0:
-                cute.arch.mbarrier_init(barriers, 1)
-                cute.arch.mbarrier_init(barriers + 1, 1)
+                for i in cutlass.range_constexpr(3):
+                    cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init_fence()
             self._expect(barriers, thread)
             self._meet()
@@ -144,7 +141,7 @@ class SmallPolar(PolarMemory):
         leader = Int32(thread % 128 == 0)
         places = self._places(thread)
         phase = Int32(0)
-        index = block // self.halves
+        index = block // self.blocks
         while index < self.batch:
             self._load(u, norm_factor, x_own, sums, partial, index, rank, thread)
             for step in cutlass.range(self.steps, unroll=1):
@@ -169,86 +166,12 @@ class SmallPolar(PolarMemory):
     def _matrix(self, smem, layout):
         return smem.allocate_tensor(Float16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    # Between the blocks of a cluster.
-
-    @cute.jit
-    def _share(self, mine, theirs, barrier, rank, group, leader, panels: cutlass.Constexpr[int]):
-        """Own rows, written by this block's threads, become visible to wgmma here and are sent to the other block."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if cutlass.const_expr(self.halves == 2):
-            cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
-            done = cute.arch.map_dsmem_ptr(barrier, 1 - rank).toint()
-            target = cute.arch.map_dsmem_ptr(theirs.iterator, 1 - rank).toint()
-            for panel in cutlass.range_constexpr(panels):
-                offset = panel * PANEL_BYTES + group * GROUP_BYTES
-                ops.send(target + offset, mine.iterator.toint() + offset, Int32(GROUP_BYTES), done, leader)
-
-    @cute.jit
-    def _expect(self, barriers, thread):
-        """Set both barriers up for the next rows that come, once this thread has waited for the ones before."""
-        if thread == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers, HALF * self.cols * 2)
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers + 1, HALF * HALF * 2)
-
     # Products. A half's accumulator: 64 rows of a warpgroup × 128 columns, 64 values a thread.
 
     @cute.jit
     def _accumulator(self, mma):
         acc = cute.make_rmem_tensor(mma.partition_shape_C((HALF, CHUNK)), Float32)
         return acc
-
-    @cute.jit
-    def _operand_registers(self):
-        """Room for 64 rows × 128 columns as wgmma wants an A operand, and the same as 32-bit words.
-
-        Word by word it lies as an accumulator does. Kept in words: apart, its halves would take a register each.
-        """
-        operand = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, CHUNK // 16)), Float16)
-        return operand, self._words(operand)
-
-    @cute.jit
-    def _words(self, operand):
-        return cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Int32), cute.make_layout(WORDS))
-
-    @cute.jit
-    def _rounded(self, acc):
-        """fp16 copy of an accumulator."""
-        operand, words = self._operand_registers()
-        for i in cutlass.range_constexpr(WORDS):
-            words[i] = ops.pack(acc[2 * i], acc[2 * i + 1])
-        return operand
-
-    @cute.jit
-    def _places(self, thread):
-        """A lane's line of the squares that the warp moves at once, at each quarter of a panel: byte offsets.
-
-        A warp holds 16 rows. Its registers are, for every 16 columns, the squares (upper, left), (lower, left),
-        (upper, right), (lower, right), and an address belongs to one line of one of them. The 16-byte parts of a
-        panel's line are stored at their number xor the row's last three bits.
-        """
-        lane = thread % 32
-        line = lane % 8
-        row = thread // 32 * 16 + lane // 8 % 2 * 8 + line
-        part = (lane // 16) ^ line
-        return tuple(row * (PANEL * 2) + (part ^ (2 * quarter)) * 16 for quarter in range(4))
-
-    @cute.jit
-    def _keep(self, operand, address, places):
-        """An A operand in registers to the own rows of 128 columns in shared memory."""
-        words = self._words(operand)
-        for block in cutlass.range_constexpr(CHUNK // 16):
-            at = address + places[block % 4] + block // 4 * PANEL_BYTES
-            ops.store_squares(at, *(words[4 * block + i] for i in range(4)))
-
-    @cute.jit
-    def _recall(self, acc, a, address, places):
-        """acc ← a · what ``_keep`` stored there."""
-        for block in cutlass.range_constexpr(CHUNK // 16):
-            found = ops.load_squares(address + places[block % 4] + block // 4 * PANEL_BYTES)
-            for i in cutlass.range_constexpr(4):
-                low, high = ops.unpack(found[i])
-                acc[8 * block + 2 * i] = a * low
-                acc[8 * block + 2 * i + 1] = a * high
 
     @cute.jit
     def _multiply(self, mma, acc, a, b, blocks: cutlass.Constexpr[int], begin: cutlass.Constexpr[bool]):
@@ -279,17 +202,23 @@ class SmallPolar(PolarMemory):
             warpgroup.fence()
             self._multiply(mma, right, rows, self._operand(mma, x_other), self.k_blocks, True)
             warpgroup.commit_group()
-            warpgroup.wait_group(1)
+        if cutlass.const_expr(self.groups > 1):
+            warpgroup.wait_group(0)
+            self._sum(left, right, own, other, barriers, phase, rank, group, leader, places, thread)
+            first = self._fetched(own.iterator.toint(), places)
+            second = first
+            if cutlass.const_expr(self.halves == 2):
+                second = self._fetched(beside.iterator.toint(), places)
         else:
-            warpgroup.wait_group(0)
-        first = self._rounded(left)
-        self._keep(first, own.iterator.toint(), places)
-        second = first
-        if cutlass.const_expr(self.halves == 2):
-            self._share(own, other, barriers + 1, rank, group, leader, HALF // PANEL)
-            warpgroup.wait_group(0)
-            second = self._rounded(right)
-            self._keep(second, beside.iterator.toint(), places)
+            warpgroup.wait_group(self.halves - 1)
+            first = self._rounded(left)
+            self._keep(first, own.iterator.toint(), places)
+            second = first
+            if cutlass.const_expr(self.halves == 2):
+                self._share(own, other, barriers + 1, rank, group, leader, HALF // PANEL)
+                warpgroup.wait_group(0)
+                second = self._rounded(right)
+                self._keep(second, beside.iterator.toint(), places)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         return first, second
@@ -312,13 +241,13 @@ class SmallPolar(PolarMemory):
             warpgroup.fence()
             self._multiply(turned, right, first, self._operand(turned, across), blocks, True)
             warpgroup.commit_group()
-            cute.arch.mbarrier_wait(barriers + 1, phase)
+            if cutlass.const_expr(self.groups == 1):
+                cute.arch.mbarrier_wait(barriers + 1, phase)
             warpgroup.fence()
             self._multiply(straight, right, second, self._operand(straight, other), blocks, False)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        if cutlass.const_expr(self.halves == 2):
-            self._expect(barriers, thread)
+        self._expect(barriers, thread)
         first = self._combined(left, b, c, own.iterator.toint(), places)
         if cutlass.const_expr(self.halves == 2):
             second = self._combined(right, b, c, beside.iterator.toint(), places)
@@ -351,11 +280,6 @@ class SmallPolar(PolarMemory):
             warpgroup.commit_group()
             results.append(acc)
         warpgroup.wait_group(0)
-        # Reads alone come before: they are done, so the barrier need not wait for memory.
-        if cutlass.const_expr(self.halves == 2):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        self._pass()
         for chunk in cutlass.range_constexpr(self.chunks):
             self._keep(self._rounded(results[chunk]), x_own.iterator.toint() + chunk * CHUNK_BYTES, places)

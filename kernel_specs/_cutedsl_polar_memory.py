@@ -10,7 +10,7 @@ from cutlass import Float32, Int64
 from dmuon_tune.problem import Problem
 
 from . import _cutedsl_polar_ops as ops
-from ._cutedsl_polar_space import CHUNK, HALF, POLAR_THREADS, chunks, halves
+from ._cutedsl_polar_space import CHUNK, HALF, POLAR_THREADS, PolarConfig, chunks, halves
 from .polar_small import internal_scale
 
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16, "float32": cutlass.Float32}
@@ -29,13 +29,15 @@ class PolarMemory:
     They are one below the other, ``row_step`` rows apart, so that one swizzled address serves them all.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, config: PolarConfig) -> None:
         self.batch, self.m, self.n = problem.batch, problem.m, problem.n
         self.row_major = problem.layout == "row"
         self.stored = (self.m, self.n) if self.row_major else (self.n, self.m)  # lines and their length
         self.dtype, self.out_dtype = DTYPES[problem.dtype], DTYPES[problem.out_dtype]
         self.scale = internal_scale(problem.m)
-        self.halves, self.chunks = halves(problem), chunks(problem)
+        self.halves, self.chunks = halves(problem), chunks(problem, config)
+        self.groups = config.column_groups
+        self.blocks = self.halves * self.groups  # a matrix's cluster: rank = half + halves · column group
         self.cols = self.chunks * CHUNK
         self.vectors = HALF * self.cols // VECTOR // POLAR_THREADS
         self.row_step = HALF // self.vectors
@@ -43,7 +45,7 @@ class PolarMemory:
     @cute.jit
     def _meet(self):
         """All threads of the matrix's blocks; what each wrote before, even to the other's memory, is seen after."""
-        if cutlass.const_expr(self.halves == 2):
+        if cutlass.const_expr(self.blocks > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
@@ -60,6 +62,11 @@ class PolarMemory:
             return row, (thread - row * (self.cols // VECTOR)) * VECTOR
         part = thread // self.cols
         return part * VECTOR, thread - part * self.cols
+
+    @cute.jit
+    def _corner(self, rank):
+        """The first row and column of the matrix that a block owns."""
+        return rank % self.halves * HALF, rank // self.halves * self.cols
 
     @cute.jit
     def _lines(self, base, row, col):
@@ -111,10 +118,11 @@ class PolarMemory:
     def _load(self, u, norm_factor, x_own, sums, partial, index, rank, thread):
         """The block's rows of scale · U / (norm_factor · ‖U‖_F), rounded to fp16, into shared memory."""
         row, col = self._first(thread)
+        top, left = self._corner(rank)
         raw = cute.make_rmem_tensor((VECTOR, self.vectors), self.dtype)
         low, middle, high = Float32(0.0), Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(self.vectors):
-            self._read(u, raw[(None, i)], index, rank * HALF + row + i * self.row_step, col)
+            self._read(u, raw[(None, i)], index, top + row + i * self.row_step, left + col)
         for i in cutlass.range_constexpr(self.vectors):
             for e in cutlass.range_constexpr(VECTOR):
                 value = raw[e, i].to(Float32)
@@ -154,13 +162,14 @@ class PolarMemory:
             for i in cutlass.range_constexpr(POLAR_THREADS // 32):
                 total += partial[thread, i]
             sums[thread, rank] = total
-            if cutlass.const_expr(self.halves == 2):
-                slot = sums.iterator + (rank * EXCHANGE + thread)
-                ops.store_remote(cute.arch.map_dsmem_ptr(slot, 1 - rank).toint(), total)
+            slot = sums.iterator + (rank * EXCHANGE + thread)
+            for away in cutlass.range_constexpr(1, self.blocks):
+                to = (rank + away) % self.blocks
+                ops.store_remote(cute.arch.map_dsmem_ptr(slot, to).toint(), total)
         self._meet()
         low, middle, high = sums[0, 0], sums[1, 0], sums[2, 0]
-        if cutlass.const_expr(self.halves == 2):
-            low, middle, high = low + sums[0, 1], middle + sums[1, 1], high + sums[2, 1]
+        for block in cutlass.range_constexpr(1, self.blocks):
+            low, middle, high = low + sums[0, block], middle + sums[1, block], high + sums[2, block]
         prescale, square = Float32(1.0), middle
         if middle < Float32(SAFE_LOW):
             prescale, square = Float32(HIGH), high
@@ -176,6 +185,7 @@ class PolarMemory:
     @cute.jit
     def _store(self, y, x_own, index, rank, thread):
         row, col = self._first(thread)
+        top, left = self._corner(rank)
         lines = self._lines(x_own.iterator.toint(), row, col)
         out = cute.make_rmem_tensor(VECTOR, self.out_dtype)
         back = Float32(1.0 / self.scale)
@@ -184,10 +194,10 @@ class PolarMemory:
             if cutlass.const_expr(self.row_major):
                 words = ops.load_words(lines[0] + offset)
                 for e in cutlass.range_constexpr(0, VECTOR, 2):
-                    left, right = ops.unpack(words[e // 2])
-                    out[e] = (left * back).to(self.out_dtype)
-                    out[e + 1] = (right * back).to(self.out_dtype)
+                    even, odd = ops.unpack(words[e // 2])
+                    out[e] = (even * back).to(self.out_dtype)
+                    out[e + 1] = (odd * back).to(self.out_dtype)
             else:
                 for e in cutlass.range_constexpr(VECTOR):
                     out[e] = (ops.load_half(lines[e] + offset) * back).to(self.out_dtype)
-            self._write(y, out, index, rank * HALF + row + i * self.row_step, col)
+            self._write(y, out, index, top + row + i * self.row_step, left + col)

@@ -34,6 +34,31 @@ def send(target: Int32, source: Int32, size: Int32, barrier: Int32, chosen: Int3
 
 
 @dsl_user_op
+def send_floats(
+    target: Int32, a: Float32, b: Float32, c: Float32, d: Float32, barrier: Int32, *, loc=None, ip=None
+) -> None:
+    """Four floats to another block's shared memory; counted there by the barrier when they have come."""
+    operands = [value.ir_value(loc=loc, ip=ip) for value in (target, a, b, c, d, barrier)]
+    store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];"
+    llvm.inline_asm(
+        None, operands, store, "r,f,f,f,f,r,~{memory}", has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )
+
+
+@dsl_user_op
+def load_floats(address: Int32, *, loc=None, ip=None):
+    """Four floats of shared memory."""
+    single = ir.F32Type.get()
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([single] * 4), [address.ir_value(loc=loc, ip=ip)],
+        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r,~{memory}",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )
+    return tuple(Float32(llvm.extractvalue(single, found, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
 def store_squares(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None, ip=None) -> None:
     """Four 8×8 squares of 16-bit elements, one in each register of a warp; a lane's ``address`` is of one line."""
     operands = [value.ir_value(loc=loc, ip=ip) for value in (address, a, b, c, d)]

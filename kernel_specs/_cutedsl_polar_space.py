@@ -9,39 +9,44 @@ from typing import Any
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import Problem
+from dmuon_tune.space import choice
 
 from .polar_small import schedule
 
 HALF = 128  # rows of a block: two warpgroups of 64
 CHUNK = 128  # columns of an accumulator
 POLAR_THREADS = 256
-MAX_EXTENT = 256
+MAX_CHUNKS = 2  # accumulators of a thread: 64 registers each
 SOURCES = (
     __name__,
     *(f"{__package__}.{name}" for name in (
-        "_cutedsl_polar", "_cutedsl_polar_memory", "_cutedsl_polar_ops", "polar_small",
+        "_cutedsl_polar", "_cutedsl_polar_exchange", "_cutedsl_polar_memory", "_cutedsl_polar_ops", "polar_small",
     )),
 )
 
 
 @dataclass(frozen=True)
 class PolarConfig:
-    pass
+    """``column_groups`` blocks share a matrix's columns; each then holds and multiplies its own, and XXᵀ is summed."""
+
+    column_groups: int = choice(1, (1, 2, 4))
 
 
 def halves(problem: Problem) -> int:
-    """Blocks of a matrix's cluster."""
+    """Blocks that share a matrix's rows."""
     return -(-problem.m // HALF)
 
 
-def chunks(problem: Problem) -> int:
-    return -(-problem.n // CHUNK)
+def chunks(problem: Problem, config: PolarConfig) -> int:
+    """Accumulators that a block's columns take."""
+    return -(-problem.n // (CHUNK * config.column_groups))
 
 
-def smem_bytes(problem: Problem) -> int:
-    """All of X and three quarters of XXᵀ (its one square for one block) in fp16; sums; two barriers."""
-    blocks = halves(problem)
-    return (blocks * chunks(problem) * CHUNK + (2 * blocks - 1) * HALF) * HALF * 2 + 4 * 4 * (2 + 8) + 16
+def smem_bytes(problem: Problem, config: PolarConfig) -> int:
+    """X's columns and three quarters of XXᵀ (its one square where m ≤ 128) in fp16; sums; three barriers."""
+    across = halves(problem)
+    matrices = (across * chunks(problem, config) * CHUNK + (2 * across - 1) * HALF) * HALF * 2
+    return matrices + 16 * (across * config.column_groups + POLAR_THREADS // 32) + 24
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
@@ -53,9 +58,24 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
         return str(error)
     if problem.n < problem.m or problem.k != problem.m:
         return f"m must be the short side and k equal to it, not m {problem.m}, n {problem.n}, k {problem.k}"
-    if problem.n > MAX_EXTENT:
-        return f"X is held in shared memory, which takes {MAX_EXTENT} columns, not {problem.n}"
+    if problem.m > 2 * HALF or problem.n > MAX_CHUNKS * CHUNK * 2 * halves(problem):
+        return f"X is held in shared memory, of up to 256×1024 or 128×512 elements, not {problem.m}×{problem.n}"
     return None
+
+
+def illegality(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> str | None:
+    if chunks(problem, config) > MAX_CHUNKS:
+        return f"a block's share of {problem.n} columns by {config.column_groups} exceeds {MAX_CHUNKS * CHUNK}"
+    if config.column_groups > 2 * halves(problem):
+        return f"the sums of XXᵀ have {2 * halves(problem)} parts, fewer than {config.column_groups} column groups"
+    if (config.column_groups - 1) * chunks(problem, config) * CHUNK >= problem.n:
+        return f"{config.column_groups} column groups leave one of them without a column of {problem.n}"
+    return None
+
+
+def heuristic(problem: Problem, device: DeviceFingerprint) -> PolarConfig:
+    """As few blocks a matrix as hold it: every further one adds an exchange."""
+    return next(config for config in map(PolarConfig, (1, 2, 4)) if illegality(problem, config, device) is None)
 
 
 def program(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> Any:

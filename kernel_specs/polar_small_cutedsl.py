@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dmuon_tune.spec import KernelSpec
 
-from ._cutedsl_polar_space import SOURCES, PolarConfig, program, refusal
+from ._cutedsl_polar_space import SOURCES, PolarConfig, heuristic, illegality, program, refusal
 
-KERNEL = KernelSpec("polar_small", "cutedsl", PolarConfig, refusal, program, (__name__, *SOURCES))
+KERNEL = KernelSpec(
+    "polar_small", "cutedsl", PolarConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic
+)

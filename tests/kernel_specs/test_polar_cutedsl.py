@@ -14,7 +14,7 @@ from dmuon_tune.backends import backends
 from dmuon_tune.backends.cubin import cubin_resources
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, ops
-from dmuon_tune.kernel_specs._cutedsl_polar_space import smem_bytes
+from dmuon_tune.kernel_specs._cutedsl_polar_space import PolarConfig, smem_bytes
 from dmuon_tune.measure.verify import verify
 from dmuon_tune.problem import Problem
 
@@ -39,7 +39,9 @@ def test_other_devices_are_refused_by_name(arch: str) -> None:
 @pytest.mark.parametrize(
     ("refused", "word"),
     [
-        (problem(1, 256, 300), "columns"),
+        (problem(1, 256, 1025), "shared memory"),
+        (problem(1, 100, 513), "shared memory"),
+        (problem(1, 257, 257), "shared memory"),
         (problem(1, 200, 100), "short side"),
         (problem(1, 64, 64, epilogue="c"), "steps"),
         (dataclasses.replace(problem(1, 64, 64), k=32), "short side"),
@@ -49,31 +51,59 @@ def test_a_refusal_says_why(refused: Problem, word: str) -> None:
     assert word in (KERNEL.refusal(refused, H200) or "")
 
 
-def test_what_it_serves_fits_in_shared_memory() -> None:
-    for asked in (problem(1, 1, 1), problem(64, 128, 256), problem(64, 129, 129), problem(64, 256, 256)):
-        assert KERNEL.untuned(asked, H200) is not None
-        assert smem_bytes(asked) <= H200.smem_per_block_bytes
+@pytest.mark.parametrize(
+    ("asked", "groups", "word"),
+    [
+        (problem(12, 256, 1024), 2, "exceeds 256"),
+        (problem(64, 128, 512), 4, "2 parts"),
+        (problem(64, 256, 256), 4, "without a column"),
+    ],
+)
+def test_an_illegal_configuration_says_why(asked: Problem, groups: int, word: str) -> None:
+    assert word in (KERNEL.illegality(asked, PolarConfig(groups), H200) or "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "groups"),
+    [
+        (problem(1, 1, 1), [1]), (problem(64, 128, 256), [1, 2]), (problem(64, 129, 129), [1, 2]),
+        (problem(64, 256, 256), [1, 2]), (problem(9, 250, 500), [2, 4]), (problem(12, 256, 1024), [4]),
+        (problem(64, 77, 512), [2]),
+    ],
+)
+def test_what_it_serves_fits_in_shared_memory(asked: Problem, groups: list[int]) -> None:
+    space = KERNEL.legal_space(asked, H200)
+    assert [config.column_groups for config in space] == groups
+    assert KERNEL.untuned(asked, H200) == KERNEL.heuristic(asked, H200) == space[0]
+    assert all(smem_bytes(asked, config) <= H200.smem_per_block_bytes for config in space)
 
 
 @pytest.mark.parametrize(
     ("asked", "products"),
-    [(problem(64, 256, 256), 6 * 16), (problem(9, 100, 127, "float32", "col"), 3 * 8)],
-    ids=["cluster", "one-block"],
+    [
+        (problem(64, 256, 256), 6 * 16),
+        (problem(9, 100, 127, "float32", "col"), 3 * 8),
+        (problem(64, 128, 512), 2 * 8 + 3 * 8),
+    ],
+    ids=["two-halves", "one-block", "column-groups"],
 )
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_it_compiles_to_wgmma_with_operands_in_registers(asked: Problem, products: int, tmp_path: Path) -> None:
-    program = KERNEL.build(asked, KERNEL.Config(), H200)
+    config = KERNEL.untuned(asked, H200)
+    program = KERNEL.build(asked, config, H200)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --keep-cubin --dump-dir {tmp_path}"
     compiled = cute.compile(program.entry, *program.arguments(), stream, options=options)
     code = compiled.__ptx__
     assert len(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n128k16\.f32\.f16\.f16", code)) == products
-    assert "stmatrix.sync" in code and "ldmatrix.sync" in code and "fence.proxy.async" in code
-    in_cluster = asked.m > 128
+    for instruction in ("stmatrix.sync", "ldmatrix.sync", "fence.proxy.async"):
+        assert instruction in code, instruction
+    halves, groups = 1 + (asked.m > 128), config.column_groups
     for instruction in ("mapa.shared::cluster", "cp.async.bulk.shared::cluster.shared::cta", "mbarrier.try_wait"):
-        assert (instruction in code) == in_cluster, instruction
+        assert (instruction in code) == (halves * groups > 1), instruction
+    assert ("st.async" in code) == (groups > 1)
     # Each product that waits for the one before it would show as one wait more.
-    assert len(re.findall(r"wgmma\.wait_group", code)) == (4 if in_cluster else 3)
+    assert len(re.findall(r"wgmma\.wait_group", code)) == (4 if halves == 2 else 3)
     resources = cubin_resources(compiled.__cubin__)
     assert resources["spill_bytes"] <= 128  # a few values across a step, none in a product
     assert 0 < resources["registers"] <= 255
@@ -89,25 +119,32 @@ def hopper() -> DeviceFingerprint:
     return found
 
 
-def launch_of(asked: Problem, device: DeviceFingerprint):  # type: ignore[no-untyped-def]
-    return backends()["cutedsl"].compile(KERNEL.build(asked, KERNEL.Config(), device), asked, device).launch
+def launch_of(asked: Problem, device: DeviceFingerprint, groups: int = 0):  # type: ignore[no-untyped-def]
+    config = PolarConfig(groups) if groups else KERNEL.untuned(asked, device)
+    return backends()["cutedsl"].compile(KERNEL.build(asked, config, device), asked, device).launch
+
+
+def case_id(value: object) -> str:
+    return value.label().replace(" ", "-") if isinstance(value, Problem) else str(value)
 
 
 GPU_CASES = (
-    problem(64, 256, 256),
-    problem(150, 129, 256, "float16", "col", "s3"),
-    problem(3, 200, 250, "float32", "col", "s4"),
-    problem(3, 131, 255, "float32", "row", "s1"),
-    problem(150, 128, 128, "bfloat16", "col"),
-    problem(5, 77, 101, "float16"),
-    problem(1, 1, 1, "float32", epilogue="s2"),
+    (problem(64, 256, 256), 1),
+    (problem(150, 129, 256, "float16", "col", "s3"), 1),
+    (problem(3, 200, 250, "float32", "col", "s4"), 2),
+    (problem(3, 131, 255, "float32", "row", "s1"), 1),
+    (problem(150, 128, 128, "bfloat16", "col"), 1),
+    (problem(1, 1, 1, "float32", epilogue="s2"), 1),
+    (problem(12, 256, 1024), 4),
+    (problem(40, 250, 516, "float16", "col"), 4),
+    (problem(150, 77, 509, "float32"), 2),
 )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asked", GPU_CASES, ids=lambda asked: asked.label().replace(" ", "-"))
-def test_results_match_float64(asked: Problem, hopper: DeviceFingerprint) -> None:
-    launch, op = launch_of(asked, hopper), ops()["polar_small"]
+@pytest.mark.parametrize(("asked", "groups"), GPU_CASES, ids=case_id)
+def test_results_match_float64(asked: Problem, groups: int, hopper: DeviceFingerprint) -> None:
+    launch, op = launch_of(asked, hopper, groups), ops()["polar_small"]
     verdict = verify(launch, op, asked, "cuda", seed=1)
     assert verdict.failure == ""
     u, coefficients = op.make_inputs(asked, "cuda", 2)
