@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
@@ -22,12 +23,16 @@ ACCUMULATORS = 64  # fp32 sums a thread: with a second result in fp16 and its op
 
 @dataclass(frozen=True)
 class PolarConfig:
-    """``block_n`` columns of X are held at a time; all of them in the plain form, which reads X once."""
+    """``block_n`` columns of X are held at a time; all of them in the plain form, which reads X once.
+
+    ``blocks`` share a matrix's columns in the Gram form: they add up R together, twice where there is a restart.
+    """
 
     form: str = choice("gram", ("plain", "gram"))
     block_n: int = choice(64, (16, 32, 64, 128, 256))
     warps: int = choice(8, (1, 2, 4, 8))
     stages: int = choice(2, (1, 2, 3))
+    blocks: int = choice(1, (1, 2, 4, 8, 16))
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
@@ -64,8 +69,15 @@ def illegality(problem: Problem, config: PolarConfig, device: DeviceFingerprint)
             return f"the plain form holds all columns: block_n {whole}"
         if config.stages != 1:
             return "the plain form has no loop to pipeline: one stage"
+        if config.blocks != 1:
+            return "the plain form holds a matrix in one block"
     elif len(schedule(problem)[1]) > 1:
         return "the Gram form here restarts once at most"
+    if config.blocks > 1:
+        if config.blocks * problem.batch > device.sm_count:
+            return f"{config.blocks} blocks for each of {problem.batch} matrices do not run at once"
+        if (config.blocks - 1) * config.block_n >= problem.n:
+            return f"{problem.n} columns are fewer than {config.blocks} blocks can share"
     smem = smem_bytes(problem, config)
     if smem > device.smem_per_block_bytes:
         return f"needs {smem} bytes of shared memory a block, the device has {device.smem_per_block_bytes}"
@@ -93,25 +105,44 @@ def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> T
     from . import _triton_polar as functions
 
     steps, restarts = schedule(problem)
-    overlaps, options = overlap(device)
+    overlaps, options = overlap(device) if config.blocks == 1 else (False, {"launch_cooperative_grid": True})
+    types = {
+        "u": POINTERS[problem.dtype], "coefficients": "*fp32", "y": POINTERS[problem.out_dtype], "norm_factor": "fp32",
+    }
     constants = {
         "M": problem.m, "N": problem.n, "TALL": problem.layout == "col", "BLOCK_M": padded(problem.m),
         "BLOCK_N": config.block_n, "STEPS": steps, "SCALE": internal_scale(problem.m),
     }
     if config.form == "gram":
-        constants["RESTART"] = restarts[0] if restarts else 0
+        types["scratch"] = "*fp32"
+        constants |= {"RESTART": restarts[0] if restarts else 0, "BLOCKS": config.blocks, "BATCH": problem.batch}
     constants["OVERLAP"] = overlaps
-    types = {
-        "u": POINTERS[problem.dtype], "coefficients": "*fp32", "y": POINTERS[problem.out_dtype], "norm_factor": "fp32",
-    }
     function = functions.plain if config.form == "plain" else functions.gram
     kernel = TritonKernel(function, types, constants, config.warps, config.stages, ("u", "y"), options)
-    grid = (problem.batch, 1, 1)
+    return TritonProgram((kernel,), _host(problem, config))
+
+
+def _host(problem: Problem, config: PolarConfig) -> Callable[..., Any]:
+    grid = (problem.batch * config.blocks, 1, 1)
+    rounds = 1 + len(schedule(problem)[1])
+    shares = problem.batch * config.blocks
+    scratch_elements = problem.batch + shares + rounds * shares * padded(problem.m) ** 2
 
     def host(run: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments: run(grid, *arguments)
+        def plain(u: Any, coefficients: Any, y: Any, norm_factor: float) -> None:
+            run(grid, u, coefficients, y, norm_factor)
 
-    return TritonProgram((kernel,), host)
+        def gram(u: Any, coefficients: Any, y: Any, norm_factor: float) -> None:
+            run(grid, u, coefficients, y, norm_factor, coefficients)  # no scratch is touched
+
+        def shared(u: Any, coefficients: Any, y: Any, norm_factor: float) -> None:
+            scratch = coefficients.new_empty(scratch_elements)  # each call its own: calls may overlap on two streams
+            scratch[: problem.batch].zero_()
+            run(grid, u, coefficients, y, norm_factor, scratch)
+
+        return plain if config.form == "plain" else gram if config.blocks == 1 else shared
+
+    return host
 
 
 KERNEL = KernelSpec(

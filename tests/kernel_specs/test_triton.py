@@ -111,6 +111,7 @@ def test_interpreted_results() -> None:
 def compile_cases() -> Iterator[tuple[Problem, Any, DeviceFingerprint]]:
     yield polar(64, 128, 128, "bfloat16"), PolarConfig("plain", 128, 8, 1), H200
     yield polar(64, 64, 512, "bfloat16", "col"), PolarConfig("gram", 64, 4, 2), H200
+    yield polar(12, 64, 4096, "bfloat16"), PolarConfig("gram", 64, 4, 2, 8), H200
     yield polar(64, 32, 32, "bfloat16"), PolarConfig("plain", 32, 2, 1), A100
     yield polar(64, 64, 64, "bfloat16"), PolarConfig("plain", 64, 4, 1), B200
     for device in (H200, A100, B200):
@@ -176,8 +177,11 @@ def test_the_space_is_wide_and_illegal_configurations_say_why() -> None:
     for config, reason in (
         (PolarConfig("plain", 128, 4, 1), "registers"), (PolarConfig("plain", 64, 8, 1), "all columns"),
         (PolarConfig("plain", 128, 8, 2), "one stage"), (PolarConfig("gram", 256, 8, 1), "smaller block"),
+        (PolarConfig("plain", 128, 8, 1, 2), "one block"), (PolarConfig("gram", 64, 8, 1, 4), "can share"),
     ):
         assert reason in (KERNELS["polar_small"].illegality(small, config, H200) or "")
+    many = polar(67, 128, 512, "bfloat16")
+    assert "at once" in (KERNELS["polar_small"].illegality(many, PolarConfig("gram", 64, 8, 1, 2), H200) or "")
     twice = polar(1, 128, 128, "bfloat16", "row", "s7r2r4")
     assert "once" in (KERNELS["polar_small"].illegality(twice, PolarConfig("gram", 64, 8, 1), H200) or "")
     assert KERNELS["polar_small"].untuned(twice, H200) == PolarConfig("plain", 128, 8, 1)
@@ -196,6 +200,7 @@ GPU_CASES = [
     *PRODUCT_CASES[:3], PRODUCT_CASES[4], PRODUCT_CASES[7], PRODUCT_CASES[8], *POLAR_CASES[1:],
     (polar(64, 128, 128, "bfloat16"), PolarConfig("plain", 128, 8, 1)),
     (polar(3, 127, 600, "bfloat16", "col"), PolarConfig("gram", 64, 8, 2)),
+    (polar(5, 64, 1000, "bfloat16"), PolarConfig("gram", 64, 4, 2, 8)),
 ]
 
 
@@ -228,7 +233,7 @@ def test_results_match_float64(asked: Problem, config: Any) -> None:
 def test_polar_small_on_zero_nan_inf_and_any_scale() -> None:
     """Zero gives zero, NaN and inf give NaN in their matrix alone, and a power of two in the scale changes no bit."""
     device, op = fingerprint("cuda"), ops()["polar_small"]
-    for config in (PolarConfig("plain", 128, 4, 1), PolarConfig("gram", 64, 4, 2)):
+    for config in (PolarConfig("plain", 128, 4, 1), PolarConfig("gram", 64, 4, 2), PolarConfig("gram", 64, 4, 2, 2)):
         asked = polar(4, 64, 128, "float32")
         launch = backends()["triton"].compile(KERNELS["polar_small"].build(asked, config, device), asked, device).launch
         u, coefficients = op.make_inputs(asked, "cuda", 0)
