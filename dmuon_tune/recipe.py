@@ -181,9 +181,10 @@ def schedule(steps: int, restarts: Iterable[int]) -> str:
 
 
 def forms(group: Group, dtype: str) -> tuple[str, ...]:
-    """The forms worth comparing: the Gram form always; the plain form only near square, where FLOPs are equal; the
-    small form, whose arithmetic is fp16, for 16-bit chains (only where a kernel serves it, which its kernels say)."""
-    plain = ("plain",) if group.n < 2 * group.m else ()
+    """The forms worth comparing: the Gram form always; the plain form near square, where FLOPs are equal, and in bf16,
+    where the Gram form may lose too much; the small form, whose arithmetic is fp16, for 16-bit chains (only where a
+    kernel serves it, which its kernels say)."""
+    plain = ("plain",) if group.n < 2 * group.m or dtype == "bfloat16" else ()
     return ("gram", *plain, *(() if dtype == "float32" else ("small",)))
 
 

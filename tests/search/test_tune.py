@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from dmuon_tune.backends import backends, import_failure
 from dmuon_tune.backends.probe import fingerprint
@@ -21,7 +22,9 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 from dmuon_tune.search import TuneOptions, tune
+from dmuon_tune.search.options import ChainReport
 from dmuon_tune.search.schedule import problem_search, usable_kernels
+from dmuon_tune.search.tuner import chains_share_s
 from dmuon_tune.space import config_json
 
 GROUPS = [Group(1, 8, 24)]
@@ -141,6 +144,80 @@ def test_a_spent_budget_ends_the_run_as_incomplete(tmp_path: Path) -> None:
         report = tune(GROUPS, store, replace(ONLY_LIBRARY, budget_s=1e-6))
         assert not report.complete and report.measured == 0
         assert all(problem.winner is None for problem in report.problems) and report.recipes == []
+
+
+BATCH = [Group(3, 12, 16)]
+
+
+def test_whole_chains_decide_the_recipe_and_are_not_timed_again(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        first = tune(BATCH, store, ONLY_LIBRARY, events := Recorder())
+        (recipe,) = first.recipes
+        trials = store.chain_trials(first.device)
+        assert first.chains == ChainReport(timed=len(events.chains)) and len(trials) == len(events.chains)
+        assert {trial.recipe.form for trial in trials} <= {"gram", "plain"}
+        assert all(trial.measurement.ok and trial.measurement.max_rel_err for trial in trials)
+        whole = [trial for trial in trials if trial.recipe.group == BATCH[0]]
+        best = min(trial.measurement.median_us or 0 for trial in whole)
+        assert recipe.timed and recipe.cost_us is not None and best <= recipe.cost_us <= 1.01 * best
+        assert [batch for batch, _ in recipe.batch_costs] == [1, 2]
+        assert {pick.kernel for pick in recipe.picks} <= {"gram.library", "gemm_symmetric.library", "apply.library"}
+        assert store.recipe(first.device, BATCH[0], "float32") == recipe
+
+        again = tune(BATCH, store, ONLY_LIBRARY, second := Recorder())
+        assert second.chains == [] and again.recipes == [recipe]
+        assert again.chains == ChainReport(reused=len(events.chains))
+
+
+def test_chains_cut_short_are_gone_on_with(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        with pytest.raises(KeyboardInterrupt):
+            tune(BATCH, store, ONLY_LIBRARY, Recorder(interrupt_after_chains=1))
+        (kept,) = store.chain_trials()
+        assert store.recipes() == []
+        no_time = tune(BATCH, store, replace(ONLY_LIBRARY, budget_s=1e-6))
+        assert no_time.complete and no_time.chains == ChainReport(reused=1, unfinished=1)
+        assert no_time.recipes[0].timed  # by the one chain that is kept
+        rest = tune(BATCH, store, ONLY_LIBRARY, recorder := Recorder())
+        assert kept.recipe not in recorder.chains and rest.chains.unfinished == 0
+        assert rest.chains.reused == 1 and rest.chains.timed == len(recorder.chains) > 1
+
+
+def test_a_budget_without_time_for_chains_leaves_an_estimate_or_the_timed_recipe(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        timed = tune(BATCH, store, ONLY_LIBRARY).recipes[0]
+        with store._writing() as session:
+            session.execute(text("DELETE FROM dmuon_chains"))
+        spent = replace(ONLY_LIBRARY, budget_s=1e-6)
+        assert tune(BATCH, store, spent).recipes == [timed]  # of today's kernels: better than an estimate
+        stale = replace(timed, picks=(replace(timed.picks[0], key="older code"), *timed.picks[1:]))
+        store.put_recipe(fingerprint("cpu"), stale)
+        report = tune(BATCH, store, spent)
+        assert report.chains == ChainReport(unfinished=1)
+        assert not report.recipes[0].timed and report.recipes[0].cost_us
+        assert store.recipes() == report.recipes
+
+
+def test_chains_have_a_small_share_of_a_long_budget_and_less_than_half_of_a_short_one() -> None:
+    assert chains_share_s(3600) == 540 and chains_share_s(60) == 20 and chains_share_s(10) == 4
+
+
+def test_a_chain_that_fails_is_kept_and_another_form_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dmuon_tune.search.recipes.HOPELESS", 100.0)
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        tune(BATCH, store, ONLY_LIBRARY)
+        (ours,) = {trial.recipe.form for trial in store.chain_trials() if trial.recipe == _bare(store.recipes()[0])}
+        with store._writing() as session:  # as if the winner's form had died in every chain
+            session.execute(
+                text("UPDATE dmuon_chains SET status = 'crashed', median_us = NULL, p20_us = NULL, p80_us = NULL, "
+                     "samples = '[]' WHERE json_extract(recipe, '$.form') = :form"), {"form": ours},
+            )
+        other = tune(BATCH, store, ONLY_LIBRARY).recipes[0]
+        assert other.timed and other.form != ours
+
+
+def _bare(recipe: Recipe) -> Recipe:
+    return replace(recipe, cost_us=None, p20_us=None, p80_us=None, batch_costs=())
 
 
 TUNE_SLOWLY = """
