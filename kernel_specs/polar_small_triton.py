@@ -18,6 +18,8 @@ from .polar_small import internal_scale, schedule
 MAX_M = 128
 MIN_BLOCK = 16  # tl.dot's least extent
 WARP = 32
+MAX_ELEMENTS = 2**31
+LEAST_COLUMNS = 64
 ACCUMULATORS = 64  # fp32 sums a thread: with a second result in fp16 and its operands, as many as its registers hold
 
 
@@ -46,6 +48,8 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
         return f"m must be the short side and k equal to it, not m {problem.m}, n {problem.n}, k {problem.k}"
     if problem.m > MAX_M:
         return f"one program holds a matrix of at most {MAX_M} rows, not {problem.m}"
+    if problem.m * problem.n >= MAX_ELEMENTS:
+        return "a matrix has 2^31 elements or more and is indexed with int32"
     return None
 
 
@@ -62,6 +66,8 @@ def illegality(problem: Problem, config: PolarConfig, device: DeviceFingerprint)
         return f"{config.warps} warps for a result of {block_m}×{block_m}: less than one instruction each"
     if config.block_n > whole:
         return f"block_n {config.block_n}: a smaller block covers all {problem.n}"
+    if config.block_n < min(whole, LEAST_COLUMNS):
+        return f"fewer than {LEAST_COLUMNS} columns at a time leave the tensor cores waiting"
     if block_m * max(config.block_n, block_m) > ACCUMULATORS * threads:
         return f"{block_m}×{config.block_n} fp32 sums outgrow the registers of {config.warps} warps"
     if config.form == "plain":

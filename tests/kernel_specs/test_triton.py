@@ -167,7 +167,7 @@ def test_untuned_configurations_are_legal(op: str, device: DeviceFingerprint) ->
 def test_the_space_is_wide_and_illegal_configurations_say_why() -> None:
     big = problem("gemm_symmetric", 1, 4096, 4096, epilogue="c")
     assert len(KERNELS["gemm_symmetric"].legal_space(big, H200)) > 200
-    assert len(KERNELS["polar_small"].legal_space(polar(64, 64, 1024, "bfloat16"), H200)) > 15
+    assert len(KERNELS["polar_small"].legal_space(polar(12, 64, 1024, "bfloat16"), H200)) > 15
     illegality = KERNELS["gemm_symmetric"].illegality
     assert "shared memory" in (illegality(big, TileConfig(256, 128, 128, 5, 8), H200) or "")
     assert "accumulators" in (illegality(big, TileConfig(256, 256, 32, 2, 8), H200) or "")
@@ -192,6 +192,7 @@ def test_refusals_say_why() -> None:
     assert "GPU" in (KERNELS["gram"].refusal(problem("gram", 1, 64, 64), fingerprint("cpu")) or "")
     assert "epilogue" in (KERNELS["apply"].refusal(problem("apply", 1, 64, 64, epilogue="i"), H200) or "")
     assert "128 rows" in (KERNELS["polar_small"].refusal(polar(1, 129, 200, "bfloat16"), H200) or "")
+    assert "2^31" in (KERNELS["polar_small"].refusal(polar(1, 128, 2**24, "bfloat16"), H200) or "")
     assert "short side" in (KERNELS["polar_small"].refusal(polar(1, 64, 32, "bfloat16"), H200) or "")
     assert "restarts" in (KERNELS["polar_small"].refusal(polar(1, 64, 64, "bfloat16", epilogue="c"), H200) or "")
 
