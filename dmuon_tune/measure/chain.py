@@ -153,7 +153,7 @@ def _polar(u: Tensor) -> Tensor:
     wide = (u if u.shape[0] <= u.shape[1] else u.mT).double()
     values, vectors = torch.linalg.eigh(wide @ wide.mT)
     roots = values.clamp_min(float(values.max()) * torch.finfo(torch.float64).eps).rsqrt()
-    polar = ((vectors * roots) @ (vectors.mT @ wide)).float()
+    polar: Tensor = ((vectors * roots) @ (vectors.mT @ wide)).float()
     return polar if u.shape[0] <= u.shape[1] else polar.mT
 
 

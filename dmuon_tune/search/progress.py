@@ -117,7 +117,7 @@ class TerminalBar:
 
     def chains_started(self, groups: int, left_s: float | None) -> None:
         self._clock = Clock(0, left_s)
-        doing = f"chains of {groups} groups"
+        doing = _chains_of(groups)
         self._task = self._bar.add_task("chains", total=None, left=self._clock.left(), doing=doing)
         self._bar.start()
 
@@ -157,7 +157,7 @@ class PlainLines:
 
     def chains_started(self, groups: int, left_s: float | None) -> None:
         self._clock = Clock(0, left_s)
-        self._write(f"timing the chains of {groups} group{'s' * (groups != 1)}")
+        self._write(f"timing {_chains_of(groups)}")
 
     def timed(self, recipe: Recipe, measurement: Measurement, best_us: float | None) -> None:
         self._clock.done += 1
@@ -185,6 +185,10 @@ def _trying(problem: Problem, kernel: str, config: dict[str, Any]) -> str:
 
 def _outcome(kernel: str, measurement: Measurement, best_us: float | None) -> str:
     return f"{kernel.partition('.')[2]} {_result(measurement, best_us)}"
+
+
+def _chains_of(groups: int) -> str:
+    return f"the chains of {groups} group{'s' * (groups != 1)}"
 
 
 def _chain_outcome(recipe: Recipe, measurement: Measurement, best_us: float | None) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group, Recipe
 from dmuon_tune.search.progress import PlainLines, TerminalBar, terminal_progress
 
 PROBLEM = Problem("gram", 1, 8, 8, 8)
@@ -32,6 +33,19 @@ def test_a_log_file_gets_plain_lines_now_and_then() -> None:
     assert lines[0].startswith("tuning 1/3, 0:0")
     assert lines[0].endswith("gram 1x8x8x8 float16 row: library 12.3 us, best 12.3 us")
     assert lines[1].startswith("tuning 3/3, 0:00 left")
+
+
+def test_chains_are_said_in_a_log_file_and_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    recipe = Recipe(Group(16, 1024, 4096), "gram", "float16", chunk=4)
+    for stream in (io.StringIO(), Terminal()):
+        progress = terminal_progress(stream)
+        progress.chains_started(1, 60.0)
+        progress.timed(recipe, OK, 12.3)
+        progress.finished()
+        said = stream.getvalue()
+        assert "chains of 1 group" in said and "16x1024x4096: gram chain in 4 pieces 12.3 us" in said
 
 
 def test_a_terminal_gets_a_bar_without_colours_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
