@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,16 +108,14 @@ def gram_ns(u: Tensor, coefficients: CoefficientSet, dtype: torch.dtype) -> Tens
 
 
 def _ours(setting: Setting, layers: Layers, group: Group, device: torch.device) -> Calls:
-    """The runtime twice where it replays graphs by itself: a graph of a replay cannot be captured."""
-    fixed = {
-        "coefficients": setting.coefficients, "steps": STEPS, "restarts": RESTARTS, "dtype": setting.dtype,
-        "layers": layers, "on_miss": "heuristic",
-    }
+    """The runtime twice: a call that replays a graph of its own is no work to capture."""
     logging.getLogger("dmuon_tune.runtime").setLevel(logging.ERROR)  # what is untuned stands in the note
-    if "graphs" in inspect.signature(GramNewtonSchulz).parameters:
-        runs = [GramNewtonSchulz(**fixed, graphs=replays) for replays in (False, True)]
-    else:
-        runs = [GramNewtonSchulz(**fixed)] * 2
+    runs = [
+        GramNewtonSchulz(
+            setting.coefficients, STEPS, RESTARTS, setting.dtype, layers=layers, on_miss="heuristic", graphs=replays
+        )
+        for replays in (False, True)
+    ]
     plan = runs[0].plan_for(groups([(group.rows, group.cols)] * group.batch), device)
     rows = plan.rows()
     forms = ", ".join(sorted({f"{row['form']} form" for row in rows}))
