@@ -20,6 +20,7 @@ from dmuon_tune.spec import KernelSpec
 HOPELESS = 1.5  # times the cheapest form's sum of winners: no chain gains that much over another
 FASTER = 1.01  # a chain replaces the best one where it is faster by more than a graph's run-to-run difference
 L2_SHARE = 0.5  # of the L2 that a piece's square matrices may fill: X passes through it too
+ALIGNMENT_BYTES = 16  # of a matrix, for vector loads and TMA
 WINNER, RUNNER_UP = 0, 1
 
 Role = tuple[str, str]  # (op, epilogue): a product's place in a chain
@@ -51,9 +52,11 @@ def estimates(
 
 
 def chunks(group: Group, form: str, dtype: str, l2_bytes: int) -> list[int]:
-    """Halves, quarters and so on of a batch, down to the first whose square matrices stay in the L2."""
+    """Halves, quarters and so on of a batch, down to the first whose square matrices stay in the L2; none where a piece
+    would begin at an address that kernels cannot read."""
     per_matrix = chains.SQUARES[form] * group.m**2 * ITEM_BYTES[dtype]
-    found, most = [], group.batch
+    found: list[int] = []
+    most = group.batch if group.rows * group.cols * ITEM_BYTES[dtype] % ALIGNMENT_BYTES == 0 else 1
     while most > 1 and most * per_matrix > L2_SHARE * l2_bytes:
         most = -(-most // 2)
         found.append(most)
