@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sqlalchemy import text
 
 from dmuon_tune.backends import backends, import_failure
@@ -218,6 +219,19 @@ def test_a_chain_that_fails_is_kept_and_another_form_runs(monkeypatch: pytest.Mo
 
 def _bare(recipe: Recipe) -> Recipe:
     return replace(recipe, cost_us=None, p20_us=None, p80_us=None, batch_costs=())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_small_form_competes(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        options = TuneOptions(device="cuda", backends=("triton",), trials=1, workers=4)
+        report = tune([Group(4, 64, 64)], store, options, events := Recorder())
+        assert {"gram", "plain", "small"} >= {recipe.form for recipe in events.chains} >= {"small"}
+        assert report.chains.failed == 0, [trial.measurement.log for trial in store.chain_trials()]
+        (recipe,) = report.recipes
+        assert recipe.timed and [batch for batch, _ in recipe.batch_costs] == [1, 2]
 
 
 TUNE_SLOWLY = """
