@@ -28,6 +28,7 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     import bench_ns
 
     monkeypatch.setattr(_bench_timing, "WINDOW_US", 500.0)
+    monkeypatch.setattr(_bench_timing, "BURN_IN_S", 0.0)
     monkeypatch.setattr(_bench_timing, "CEILING_ORDER", {"cpu": 64})
     monkeypatch.setattr(bench_ns, "resolve", lambda device: "cpu")
     threads = torch.get_num_threads()
