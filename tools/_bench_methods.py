@@ -110,18 +110,18 @@ def gram_ns(u: Tensor, coefficients: CoefficientSet, dtype: torch.dtype) -> Tens
 def _ours(setting: Setting, layers: Layers, group: Group, device: torch.device) -> Calls:
     """The runtime twice: a call that replays a graph of its own is no work to capture."""
     logging.getLogger("dmuon_tune.runtime").setLevel(logging.ERROR)  # what is untuned stands in the note
-    runs = [
-        GramNewtonSchulz(
-            setting.coefficients, STEPS, RESTARTS, setting.dtype, layers=layers, on_miss="heuristic", graphs=replays
-        )
-        for replays in (False, True)
-    ]
-    plan = runs[0].plan_for(groups([(group.rows, group.cols)] * group.batch), device)
+    fixed: dict[str, Any] = {
+        "coefficients": setting.coefficients, "steps": STEPS, "restarts": RESTARTS, "dtype": setting.dtype,
+        "layers": layers, "on_miss": "heuristic",
+    }
+    launching = GramNewtonSchulz(**fixed, graphs=False)
+    plan = launching.plan_for(groups([(group.rows, group.cols)] * group.batch), device)
+    replaying = GramNewtonSchulz(**fixed, plan=plan)
     rows = plan.rows()
     forms = ", ".join(sorted({f"{row['form']} form" for row in rows}))
     used = sorted({f"{row['kernel']} ({row['origin']})" for row in rows})
     missing = f"; {len(plan.missing)} of {len(rows)} products untuned" if plan.missing else ""
-    return Calls(runs[0], runs[1], "; ".join([f"{forms}{missing}", *plan.failures]), tuple(used))
+    return Calls(launching, replaying, "; ".join([f"{forms}{missing}", *plan.failures]), tuple(used))
 
 
 def tuned(setting: Setting, group: Group, device: torch.device) -> Calls:

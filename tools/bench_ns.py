@@ -16,6 +16,8 @@ import argparse
 import gc
 import json
 import math
+import multiprocessing
+import os
 import platform
 import sys
 import time
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,7 @@ PACKAGES = (
     "torch", "triton", "nvidia-cutlass-dsl", "tilelang", "apache-tvm-ffi", "gram-newton-schulz", "quack-kernels",
 )
 METHODS = ("tuned", "untuned", "plain", "gram", "compiled", "peer")  # Dion's takes minutes more
+WORKERS = 6  # on a GPU: compilers keep the host busy much longer than all timings take
 POLAR_MAX_M = 4096  # a float64 eigendecomposition takes 10 s and more above
 OURS = ("tuned", "untuned")
 COLUMNS = "{:>14} {:<23}" + " {:>9}" * 3 + " {:>9} {:>8} {:>7} {:>10} {:>10}"
@@ -77,32 +81,34 @@ class Bench:
     def __init__(self, group: Group, setting: Setting, options: argparse.Namespace) -> None:
         self.group, self.setting, self.options = group, setting, options
         self.device = torch.empty(0, device=resolve("auto")).device
+        self.u = make_input("gaussian", group, self.device, options.seed).bfloat16()
         self.calls: dict[str, Calls] = {}
         self.results: dict[str, dict[str, Any]] = {}
         self.unchecked: dict[str, str] = {}  # kind of input → why there is no float64 reference
 
     @torch.no_grad()  # all along: torch.compile compiles anew where the mode changes
-    def run(self) -> dict[str, dict[str, Any]]:
-        """Method → figures; ``failed`` (all) or ``graph_failed``, ``eager_failed`` say why some are missing."""
+    def prepare(self) -> None:
+        """Compile and check every method: ``results`` then has each one's label, and ``failed`` where it cannot run."""
         makers = methods("cuBLAS" if self.device.type == "cuda" else "BLAS")
-        u = make_input("gaussian", self.group, self.device, self.options.seed).bfloat16()
         for key in self.options.methods:
             label, make = makers[key]
             self.results[key] = {"label": label}
             with guarded(self.results[key], "failed"):
                 calls = make(self.setting, self.group, self.device)
-                calls.captured(u)
+                calls.captured(self.u)
                 self.results[key] |= {"note": calls.note, "kernels": list(calls.kernels)}
                 self.calls[key] = calls
+        if self.device.type == "cuda":
+            for key, calls in self.calls.items():
+                with guarded(self.results[key], "eager_failed"):
+                    calls.eager(self.u)
         if self.options.errors:
             for kind in self.options.inputs:
                 with guarded(self.unchecked, kind):
-                    self._errors(kind, u)
-        self._time(u)
-        return self.results
+                    self._errors(kind)
 
-    def _errors(self, kind: str, timed: torch.Tensor) -> None:
-        u = timed if kind == "gaussian" else make_input(kind, self.group, self.device, self.options.seed + 1)
+    def _errors(self, kind: str) -> None:
+        u = self.u if kind == "gaussian" else make_input(kind, self.group, self.device, self.options.seed + 1)
         references = {"recurrence_err": recurrence(u, self.setting.coefficients)}
         if self.group.m <= self.options.polar_max:
             references["polar_err"] = polar(u)
@@ -112,7 +118,10 @@ class Bench:
                 found = {name: relative(out, reference) for name, reference in references.items()}
                 self.results[key].setdefault("errors", {})[kind] = found
 
-    def _time(self, u: torch.Tensor) -> None:
+    @torch.no_grad()
+    def time(self) -> None:
+        """Add the times; ``graph_failed``, ``eager_failed`` say why some are missing."""
+        u = self.u
         replays: dict[str, Callable[[], None]] = {}
         for key, calls in self.calls.items():
             with guarded(self.results[key], "graph_failed"):
@@ -122,6 +131,8 @@ class Bench:
         replays.clear()
         if self.device.type == "cuda":
             for key, calls in self.calls.items():
+                if "eager_failed" in self.results[key]:
+                    continue
                 with guarded(self.results[key], "eager_failed"):
                     self.results[key] |= eager(lambda call=calls.eager: call(u))
 
@@ -220,45 +231,108 @@ def versions() -> dict[str, str]:
     return found | {"cuda": torch.version.cuda or "", "driver": driver_version()}
 
 
-def run(options: argparse.Namespace) -> int:
-    started = time.perf_counter()
-    groups = parse_shapes(options.shapes + ("," + UNSEEN if options.unseen else ""))
-    coefficients = coefficient_set(options.coefficients)
-    device = torch.device(resolve("auto"))
-    found = fingerprint(device.type)
-    dtype = options.dtype or default_dtype(found.kind)
-    ceiling = ceiling_flops(device, getattr(torch, dtype))
-    layers = OwnLayers.open() if options.own_only else Layers.open()
-    setting = Setting(coefficients, dtype, layers)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    print(f"{found.name}, torch {torch.__version__}, chain {dtype}, {options.coefficients}, {date}")
-    print(f"ceiling: {ceiling / 1e12:.1f} TFLOP/s")
-    print(COLUMNS.format(*HEADER))
-    rows: list[dict[str, Any]] = []
+def setting_of(options: argparse.Namespace) -> Setting:
+    dtype = options.dtype or default_dtype(fingerprint(resolve("auto")).kind)
+    return Setting(coefficient_set(options.coefficients), dtype, (OwnLayers if options.own_only else Layers).open())
+
+
+Row = tuple[dict[str, dict[str, Any]], dict[str, str]]  # a shape's results, and its inputs without a reference
+
+
+def one_by_one(groups: list[Group], options: argparse.Namespace) -> Iterator[Row]:
+    """Every shape prepared and timed in this process."""
+    setting = setting_of(options)
     for group in groups:
-        limit_us = chain_flops(group) / ceiling * 1e6
         bench = Bench(group, setting, options)
-        results = bench.run()
-        print_rows(group, results, limit_us)
-        for kind, reason in bench.unchecked.items():
-            print(f"{'':>14} {kind} inputs unchecked: {reason}")
-        row: dict[str, Any] = {
-            "shape": group.label(), "limit_us": limit_us, "methods": results, "unchecked": bench.unchecked,
-        }
-        rows.append(row | {"summary": summary(row)})
+        bench.prepare()
+        bench.time()
+        yield bench.results, bench.unchecked
         del bench  # and its buffers
         torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
         gc.collect()
-        if found.kind == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    layers.close()
+
+
+def serve(pipe: Connection, groups: list[Group], options: argparse.Namespace) -> None:
+    """One of several processes: prepares its shapes, says so, and times one each time it is told to."""
+    torch._dynamo.config.recompile_limit = 16 * len(groups)
+    setting = setting_of(options)
+    benches = [Bench(group, setting, options) for group in groups]
+    for bench in benches:
+        bench.prepare()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    pipe.send("ready")
+    for bench in benches:
+        pipe.recv()
+        bench.time()
+        pipe.send((bench.results, bench.unchecked))
+
+
+def side_by_side(groups: list[Group], options: argparse.Namespace) -> Iterator[Row]:
+    """Shapes prepared in several processes at once, then timed one after another with the device to themselves."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    context = multiprocessing.get_context("spawn")
+    workers = []
+    for turn in range(options.workers):
+        here, there = context.Pipe()
+        process = context.Process(target=serve, args=(there, groups[turn :: options.workers], options), daemon=True)
+        process.start()
+        there.close()
+        workers.append((process, here))
+    lost: dict[int, str] = {}
+    for turn, (process, pipe) in enumerate(workers):
+        try:
+            pipe.recv()
+        except (EOFError, OSError):
+            process.join()
+            lost[turn] = f"the process that prepared it ended with exit code {process.exitcode}"
+    for index in range(len(groups)):
+        turn = index % options.workers
+        try:
+            if turn in lost:
+                raise EOFError
+            workers[turn][1].send("time")
+            yield workers[turn][1].recv()
+        except (EOFError, OSError):
+            reason = lost.setdefault(turn, "the process that timed it ended")
+            yield {key: {"label": methods("cuBLAS")[key][0], "failed": reason} for key in options.methods}, {}
+    for process, _ in workers:
+        process.join()
+
+
+def run(options: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    groups = parse_shapes(options.shapes + ("," + UNSEEN if options.unseen else ""))
+    setting = setting_of(options)
+    device = torch.device(resolve("auto"))
+    found = fingerprint(device.type)
+    ceiling = ceiling_flops(device, setting.arithmetic)
+    options.workers = min(options.workers or (WORKERS if found.kind == "cuda" else 1), len(groups))
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    print(f"{found.name}, torch {torch.__version__}, chain {setting.dtype}, {options.coefficients}, {date}")
+    print(f"ceiling: {ceiling / 1e12:.1f} TFLOP/s")
+    print(COLUMNS.format(*HEADER), flush=True)
+    rows: list[dict[str, Any]] = []
+    measured = (side_by_side if options.workers > 1 else one_by_one)(groups, options)
+    for group, (results, unchecked) in zip(groups, measured, strict=True):
+        limit_us = chain_flops(group) / ceiling * 1e6
+        print_rows(group, results, limit_us)
+        for kind, reason in unchecked.items():
+            print(f"{'':>14} {kind} inputs unchecked: {reason}")
+        row: dict[str, Any] = {
+            "shape": group.label(), "limit_us": limit_us, "methods": results, "unchecked": unchecked,
+        }
+        rows.append(row | {"summary": summary(row)})
     if options.errors and set(options.inputs) - {"gaussian"}:
         print_errors(rows, options.inputs)
     means = print_summary(rows)
     print(f"took {time.perf_counter() - started:.0f} s")
     if options.json:
         report = {
-            "date": date, "hardware": found.to_dict(), "versions": versions(), "dtype": dtype,
+            "date": date, "hardware": found.to_dict(), "versions": versions(), "dtype": setting.dtype,
             "coefficients": options.coefficients, "seed": options.seed, "own_only": options.own_only,
             "ceiling_tflops": ceiling / 1e12, "geometric_means": means, "rows": rows,
         }
@@ -295,6 +369,8 @@ def main() -> int:
                         help="tuned with our own kernels and the vendor library alone (default: yes)")
     parser.add_argument("--dtype", choices=DTYPES, help="the chain's arithmetic (default: by device)")
     parser.add_argument("--coefficients", default="you", help="coefficient set (default: you)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that compile and check shapes ahead of the "
+                        f"timing (default: {WORKERS} on a GPU, 1 on a CPU)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure here")
     try:

@@ -94,6 +94,20 @@ def test_a_method_that_fails_says_so_in_its_row_and_the_run_goes_on(
     assert any(line.split()[:4] == ["1x8x16", "Gram", "NS,", "BLAS"] and line.split()[-1] == "-" for line in lines)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's run")
+def test_shapes_prepared_in_processes_give_the_same_rows(
+    tools: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ("--shapes", "8x16,8x24,4x4", "--methods", "plain,peer", "--workers", "2", "--json", str(out))
+    assert run(tools, monkeypatch, *arguments) == 0, capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["shape"] for row in rows] == ["1x8x16", "1x8x24", "1x4x4"]
+    for row in rows:
+        assert row["methods"]["plain"]["median_us"] > 0 and "failed" in row["methods"]["peer"]
+        assert row["methods"]["plain"]["errors"]["gaussian"]["recurrence_err"] < 0.01
+
+
 @pytest.mark.parametrize("arguments", [("--methods", "tuned,fastest"), ("--inputs", "ones"), ("--shapes", "8x")])
 def test_what_is_asked_wrongly_is_refused(
     tools: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
