@@ -48,8 +48,8 @@ def polar(
 
 
 PRODUCT_CASES = [
-    (problem("gram", 2, 300, 70), TileConfig(128, 128, 64, 2, 8, 1)),
-    (problem("gram", 1, 330, 33, layout="col"), TileConfig(64, 128, 32, 2, 4, 4)),
+    (problem("gram", 2, 300, 70), TileConfig(64, 128, 64, 2, 4, 2)),
+    (problem("gram", 1, 330, 33, layout="col"), TileConfig(64, 64, 32, 2, 4, 4)),
     (problem("gram", 1, 530, 16), TileConfig(256, 64, 32, 2, 8, 1)),
     (problem("gram", 2, 1, 1), TileConfig(64, 64, 32, 2, 4, 1)),
     (problem("gemm_symmetric", 2, 130, 130, epilogue="ci"), TileConfig(64, 64, 64, 2, 4, 1)),
