@@ -27,7 +27,7 @@ class MomentumConfig:
 
     block: int = choice(2048, (1024, 2048, 4096))
     warps: int = choice(8, (4, 8))
-    per_sm: int = choice(4, (2, 4, 8))
+    per_sm: int = choice(8, (2, 4, 8))
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:

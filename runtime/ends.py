@@ -37,16 +37,17 @@ def resolve_ends(
     direct: dict[int, Binding | None] = {}
     weights: dict[int, Binding | None] = {}
     for size in set(recipe.pieces):
-        like = planned.ending(size)
+        like = planned.endings[size]
         if out == recipe.dtype:
             last[size] = like
         if resolver.device.kind == "cpu" or not {source, out} <= set(DTYPES):
             continue
         written = replace(like.problem, out_dtype=out)
-        last.setdefault(size, resolver.bind_end(written, like))
-        if recipe.form == "small":
+        if recipe.form == "small" and mode == "none":
             direct[size] = resolver.bind_end(replace(written, dtype=source), like)
-        elif recipe.form == "gram" and updates_weights:
+        elif out != recipe.dtype:
+            last[size] = resolver.bind_end(written, like)
+        if recipe.form == "gram" and updates_weights:
             weights[size] = resolver.bind_end(replace(written, epilogue="w"), like)
     first = None
     if resolver.device.kind == "cuda" and source in DTYPES:

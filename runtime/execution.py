@@ -215,7 +215,7 @@ class GroupChain:
         launch = (ends.direct if piece.direct else ends.last).get(piece.size)
         last = piece.last
         if launch is None:
-            self._planned.ending(piece.size).launch(last.q, last.x, last.out, *last.scalars)
+            self._planned.endings[piece.size].launch(last.q, last.x, last.out, *last.scalars)
             out.copy_(last.out)
         elif _writable(out):
             launch(last.q, last.x, out, *last.scalars)

@@ -67,13 +67,17 @@ class GroupPlan:
         problems = chain(Group(size, group.rows, group.cols), recipe.form, recipe.dtype, recipe.steps, recipe.restarts)
         return {problem: self.bindings[problem] for problem in problems}
 
-    def ending(self, size: int) -> Binding:
-        """The last product of a piece of ``size`` matrices."""
+    @cached_property
+    def endings(self) -> Mapping[int, Binding]:
+        """The last product of a piece, for each size of the pieces."""
         wanted = last_product(self.recipe.form)
-        return next(
-            bound for problem, bound in self.piece(size).items()
-            if self.recipe.form == "small" or (problem.op, problem.epilogue) == wanted
-        )
+        return {
+            size: next(
+                bound for problem, bound in self.piece(size).items()
+                if self.recipe.form == "small" or (problem.op, problem.epilogue) == wanted
+            )
+            for size in set(self.recipe.pieces)
+        }
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def _recipe(
     resolver: Resolver, group: Group, dtype: str, steps: int, restarts: tuple[int, ...]
 ) -> tuple[str, Recipe]:
     """(Layer label, recipe) of the caches for this group, or the default one."""
-    default = Recipe(group, default_form(group), dtype, steps, restarts)
+    default = _default_recipe(resolver, group, dtype, steps, restarts)
     found = resolver.layers.recipe(resolver.device, group, dtype)
     if found is None:
         return "", default
@@ -185,6 +189,16 @@ def _recipe(
     if kept.form == "small":  # whose kernel is of other steps
         return "", default
     return layer, replace(kept, steps=steps, restarts=restarts, cost_us=None, p20_us=None, p80_us=None)
+
+
+def _default_recipe(
+    resolver: Resolver, group: Group, dtype: str, steps: int, restarts: tuple[int, ...]
+) -> Recipe:
+    """The whole recurrence in one launch where a kernel has it for a 16-bit chain, else the form of fewer FLOPs."""
+    small = Recipe(group, "small", dtype, steps, restarts)
+    if dtype != "float32" and all(map(resolver.untuned_small, small.products())):
+        return small
+    return replace(small, form=default_form(group))
 
 
 def _bind(resolver: Resolver, layer: str, recipe: Recipe) -> GroupPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +21,13 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Pick
 from dmuon_tune.spec import KernelSpec
 
-# Untuned kernels of memory-bound and fused work, which the library does in several passes.
-UNTUNED_FUSED = {"momentum": ("triton",), "apply w": ("cutedsl", "triton")}
+# Untuned kernels, preferred first, of what the library does in several passes: ``apply to`` writes another dtype. On an
+# H200 (2026-11-29) CuTe DSL's polar_small took 16 us at 64x128x128 and 100 us at 12x256x1024, its apply the library's
+# time without the copy.
+UNTUNED_FUSED = {
+    "momentum": ("triton",), "polar_small": ("cutedsl", "triton"), "apply w": ("cutedsl", "triton"),
+    "apply to": ("cutedsl",),
+}
 # Untuned kernels of symmetric products, preferred first, each from the order m where it beat the library on an H200
 # (2026-11-29): CuTe DSL 1.2x at 1024 and 1.7x at 4096, TileLang 1.3x at 4096 and slower than the library at 2048.
 UNTUNED_FROM_M = {"cutedsl": 1024, "tilelang": 4096}
@@ -79,15 +85,16 @@ class Resolver:
         """
         picked = self._picked(pick, layer) if pick is not None and pick.problem == problem else None
         if picked is not None:
-            binding = self._compiled(problem, picked)
+            binding = self._when_needed(problem, picked)
             self.bound.setdefault(problem, binding)
             return binding
         if problem not in self.bound:
             choice = self._tuned(problem)
             if choice is None:
                 self.missing.append(problem)
-                choice = (self._nearest(problem) if self._use_nearest else None) or self._untuned(problem)
-            self.bound[problem] = self._compiled(problem, choice)
+                nearest = self._nearest(problem) if self._use_nearest else None
+                choice = nearest or self._fused(problem) or self._untuned(problem)
+            self.bound[problem] = self._when_needed(problem, choice)
         return self.bound[problem]
 
     def bind_end(self, problem: Problem, like: Binding | None = None) -> Binding | None:
@@ -103,6 +110,17 @@ class Resolver:
             return self._compiled(problem, choice)
         except NoLegalConfigError:  # it did not compile, and the library does not serve it
             return None
+
+    def untuned_small(self, problem: Problem) -> bool:
+        """Whether a whole recurrence has an untuned kernel in one launch here."""
+        return self._fused(problem) is not None
+
+    def _when_needed(self, problem: Problem, choice: _Choice) -> Binding:
+        """Compiled now; a whole recurrence at its first launch, for a chain's ends have mostly one in other dtypes."""
+        if problem.op != "polar_small":
+            return self._compiled(problem, choice)
+        compiled = cache(lambda: self._compiled(problem, choice).launch)
+        return _binding(problem, choice, lambda *arguments: compiled()(*arguments))
 
     def _compiled(self, problem: Problem, choice: _Choice) -> Binding:
         key = problem, choice.spec.name, space.config_json(choice.config)
@@ -121,10 +139,7 @@ class Resolver:
                 f"{choice.spec.name} failed to compile for {problem.label()}: {reason}; the library runs instead"
             )
             return self._compiled(problem, self._library(problem))
-        return Binding(
-            problem, choice.origin, choice.layer, choice.spec.name,
-            MappingProxyType(space.config_to_dict(choice.config)), choice.median_us, launch,
-        )
+        return _binding(problem, choice, launch)
 
     def _picked(self, pick: Pick, layer: str) -> _Choice | None:
         spec = next((spec for spec in kernels(pick.problem.op) if spec.name == pick.kernel), None)
@@ -151,7 +166,9 @@ class Resolver:
         return _Choice(like.origin, spec, config, like.layer) if spec.is_legal(problem, config, self.device) else None
 
     def _fused(self, problem: Problem) -> _Choice | None:
-        name = problem.op if problem.epilogue != "w" else f"{problem.op} {problem.epilogue}"
+        name = problem.op
+        if name == "apply":
+            name = "apply w" if problem.epilogue == "w" else "apply to" if problem.out_dtype != problem.dtype else name
         specs = {spec.backend: spec for spec in kernels(problem.op) if self._runs(spec, problem)}
         for backend in UNTUNED_FUSED.get(name, ()):
             config = specs[backend].untuned(problem, self.device) if backend in specs else None
@@ -221,6 +238,11 @@ class Resolver:
     def _runs(self, spec: KernelSpec, problem: Problem) -> bool:
         backend = backends().get(spec.backend)
         return backend is not None and backend.unavailable(self.device) is None and spec.serves(problem, self.device)
+
+
+def _binding(problem: Problem, choice: _Choice, launch: Callable[..., Any]) -> Binding:
+    config = MappingProxyType(space.config_to_dict(choice.config))
+    return Binding(problem, choice.origin, choice.layer, choice.spec.name, config, choice.median_us, launch)
 
 
 def _same_code(problem: Problem, other: Problem) -> bool:
