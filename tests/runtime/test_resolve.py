@@ -1,0 +1,108 @@
+"""Untuned kernels on a GPU that is not here: what is fused, what writes another dtype, and what is compiled when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmuon_tune import space
+from dmuon_tune.backends import CompiledKernel
+from dmuon_tune.cache import Layers
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group, Recipe, chain
+from dmuon_tune.runtime.ends import resolve_ends
+from dmuon_tune.runtime.plan import _bind, _recipe
+from dmuon_tune.runtime.resolve import Resolver
+from dmuon_tune.spec import KernelSpec
+
+H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 50 * 2**20, 140 * 2**30)
+
+
+class Builds:
+    """Stands in for compilation and keeps what was asked, as (kernel, problem)."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.asked: list[tuple[str, Problem]] = []
+        self._broken = broken
+
+    def __call__(self, spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> CompiledKernel:
+        self.asked.append((spec.name, problem))
+        if spec.name == self._broken:
+            raise RuntimeError("ptxas: error")
+        return CompiledKernel(lambda *arguments: arguments)
+
+
+def resolver(tmp_path: Path, build: Builds) -> Resolver:
+    pytest.importorskip("cutlass")
+    pytest.importorskip("triton")
+    return Resolver(H200, Layers.open({"HOME": str(tmp_path)}), use_nearest=False, build=build)
+
+
+def bound(tmp_path: Path, group: Group, build: Builds, source: str, mode: str, out: str) -> dict[str, Any]:
+    """The form, and which end is there."""
+    found = resolver(tmp_path, build)
+    planned = _bind(found, *_recipe(found, group, "float16", 5, (2,)))
+    ends = resolve_ends(planned, found, source, mode, out, updates_weights=mode != "none")
+    names = [name for name in ("first", "last", "direct", "weights") if getattr(ends, name)]
+    return {"form": planned.recipe.form, "ends": names}
+
+
+def test_a_large_group_reads_and_writes_its_own_dtype(tmp_path: Path) -> None:
+    build = Builds()
+    assert bound(tmp_path, Group(1, 1024, 4096), build, "bfloat16", "none", "bfloat16") == {
+        "form": "gram", "ends": ["first", "last"]
+    }
+    written = [(name, problem.out_dtype) for name, problem in build.asked if problem.op == "apply"]
+    assert written == [("apply.library", "float16"), ("apply.cutedsl", "bfloat16")]
+    (momentum,) = [(name, problem) for name, problem in build.asked if problem.op == "momentum"]
+    assert momentum == (
+        "momentum.triton", Problem("momentum", 1, 1024, 4096, 1, "bfloat16", "float16", "row", "none")
+    )
+
+
+def test_muon_updates_weights_in_the_last_product(tmp_path: Path) -> None:
+    build = Builds()
+    found = bound(tmp_path, Group(4, 4096, 1024), build, "float32", "n", "float32")
+    assert "weights" in found["ends"]
+    assert ("apply.cutedsl", Problem("apply", 4, 1024, 4096, 1024, "float16", "float32", "col", "w")) in build.asked
+
+
+def test_small_matrices_take_one_launch_compiled_for_their_dtype_alone(tmp_path: Path) -> None:
+    build = Builds()
+    assert bound(tmp_path, Group(64, 128, 128), build, "bfloat16", "none", "bfloat16")["form"] == "small"
+    dtypes = [(problem.dtype, problem.out_dtype) for _, problem in build.asked if problem.op == "polar_small"]
+    assert dtypes == [("bfloat16", "bfloat16")]
+
+
+def test_a_whole_recurrence_is_compiled_at_its_first_launch_or_replaced(tmp_path: Path) -> None:
+    (problem,) = chain(Group(64, 128, 128), "small", "float16")
+    build = Builds(broken="polar_small.cutedsl")
+    found = resolver(tmp_path, build)
+    binding = found.bind(problem)
+    assert (binding.kernel, binding.origin, build.asked) == ("polar_small.cutedsl", "heuristic", [])
+    assert binding.launch(1, 2) == binding.launch(1, 2) == (1, 2)
+    assert [name for name, _ in build.asked] == ["polar_small.cutedsl", "polar_small.library"]
+    assert "ptxas: error" in found.failures[0]
+
+
+def test_an_end_that_does_not_compile_is_left_to_torch(tmp_path: Path) -> None:
+    build = Builds(broken="momentum.triton")
+    found = bound(tmp_path, Group(1, 1024, 4096), build, "bfloat16", "none", "bfloat16")
+    assert found["ends"] == ["last"]
+
+
+def test_an_end_takes_the_kernel_of_the_product_that_it_stands_for(tmp_path: Path) -> None:
+    build = Builds()
+    found = resolver(tmp_path, build)
+    recipe = Recipe(Group(1, 1024, 4096), "gram", "float16")
+    problem = next(problem for problem in recipe.products() if problem.op == "apply")
+    config = space.config_to_dict(kernel("apply.triton").Config())
+    like = replace(found.bind(problem), kernel="apply.triton", config=config)
+    binding = found.bind_end(replace(problem, out_dtype="bfloat16"), like)
+    assert binding is not None and binding.kernel == "apply.triton"
+
