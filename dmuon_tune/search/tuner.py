@@ -77,7 +77,7 @@ def tune(
         chain_searches = _chain_searches(groups, dtype, searches, specs, run)
         unfinished = run.time_chains(chain_searches)
     reports = [_report(search, run) for search in searches]
-    recipes = [_keep_recipe(search.recipe(), specs, device, store) for search in chain_searches]
+    recipes = [_keep_recipe(search, specs, device, store) for search in chain_searches]
     return TuneReport(
         device,
         reports,
@@ -306,11 +306,15 @@ def _chain_searches(
     return found
 
 
-def _keep_recipe(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store) -> Recipe:
-    """Keep a recipe in place of the one there was, unless that was timed and is of today's kernels and this is not."""
+def _keep_recipe(search: ChainSearch, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store) -> Recipe:
+    """Keep the recipe found in place of the one there was, unless that is of today's kernels and was timed, and this is
+    an estimate or, of a search cut short, slower."""
+    recipe = search.recipe()
     kept = store.recipe(device, recipe.group, recipe.dtype)
-    if kept is not None and not recipe.timed and is_current(kept, specs, device):
-        return kept
+    if kept is not None and is_current(kept, specs, device):
+        cut_short = search.candidate is not None and not search.is_pricing
+        if not recipe.timed or cut_short and (kept.cost_us or 0.0) < (recipe.cost_us or 0.0):
+            return kept
     if kept != recipe:
         store.put_recipe(device, recipe)
     return recipe

@@ -19,13 +19,15 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.errors import NoLegalConfigError, UsageError
 from dmuon_tune.kernel_specs import EXTRA_MODULES_VARIABLE, kernel, kernels
+from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group, Recipe
+from dmuon_tune.recipe import Group, Recipe, chain
 from dmuon_tune.search import TuneOptions, tune
 from dmuon_tune.search.options import ChainReport
+from dmuon_tune.search.recipes import ChainSearch, Tuned, estimates
 from dmuon_tune.search.schedule import problem_search, usable_kernels
-from dmuon_tune.search.tuner import chains_share_s
+from dmuon_tune.search.tuner import _keep_recipe, chains_share_s
 from dmuon_tune.space import config_json
 
 GROUPS = [Group(1, 8, 24)]
@@ -191,12 +193,33 @@ def test_a_budget_without_time_for_chains_leaves_an_estimate_or_the_timed_recipe
             session.execute(text("DELETE FROM dmuon_chains"))
         spent = replace(ONLY_LIBRARY, budget_s=1e-6)
         assert tune(BATCH, store, spent).recipes == [timed]  # of today's kernels: better than an estimate
+        slow = tuned_search(BATCH[0], ok(2 * (timed.cost_us or 0)))
+        assert _keep_recipe(slow, kernels(), fingerprint("cpu"), store) == timed
         stale = replace(timed, picks=(replace(timed.picks[0], key="older code"), *timed.picks[1:]))
         store.put_recipe(fingerprint("cpu"), stale)
         report = tune(BATCH, store, spent)
         assert report.chains == ChainReport(unfinished=1)
         assert not report.recipes[0].timed and report.recipes[0].cost_us
         assert store.recipes() == report.recipes
+
+
+def tuned_search(group: Group, first: Measurement) -> ChainSearch:
+    """A search cut short after its first chain, on made-up times of products."""
+    device = fingerprint("cpu")
+    tuned = {}
+    for problem in chain(group, "gram", "float32"):
+        spec = kernel(f"{problem.op}.library")
+        config = dict(vars(spec.untuned(problem, device)))
+        best = CacheEntry(tuning_key(spec, problem, device), config, ok(1.0), "", {})
+        tuned[problem] = Tuned(best, best)
+    search = ChainSearch(estimates(group, ("gram",), "float32", tuned), tuned, kernels(), device)
+    search.observe(first)
+    assert search.candidate is not None and not search.is_pricing
+    return search
+
+
+def ok(median_us: float) -> Measurement:
+    return Measurement.from_samples([median_us], 0.0, {})
 
 
 def test_chains_have_a_small_share_of_a_long_budget_and_less_than_half_of_a_short_one() -> None:
