@@ -111,14 +111,17 @@ def illegality(problem: Problem, config: ApplyConfig, device: DeviceFingerprint)
 # tile_m, tile_n, stages, schedule, and an estimate of the share of peak that a full wave reaches.
 _UNTUNED = (
     (128, 256, 4, "cooperative", 1.0),
-    (128, 128, 5, "pingpong", 0.95),
-    (128, 64, 6, "cooperative", 0.6),
-    (64, 64, 6, "pingpong", 0.5),
+    (128, 128, 6, "pingpong", 0.9),
+    (128, 64, 8, "cooperative", 0.6),
+    (64, 64, 8, "pingpong", 0.5),
 )
 
 
 def heuristic(problem: Problem, device: DeviceFingerprint) -> ApplyConfig:
-    """The tile whose cover of the result wastes the least of its last wave, larger tiles preferred."""
+    """The tile whose cover of the result wastes the least of its last wave, larger tiles preferred.
+
+    Two tiles below each other share their columns' operand where no row of tiles is left over.
+    """
     rows, cols = result_shape(problem)
 
     def cost(entry: tuple[int, int, int, str, float]) -> float:
@@ -127,9 +130,9 @@ def heuristic(problem: Problem, device: DeviceFingerprint) -> ApplyConfig:
         return waves * tile_m * tile_n / speed
 
     tile_m, tile_n, stages, schedule, _ = min(_UNTUNED, key=cost)
-    cluster_m = 2 if rows > tile_m else 1
+    cluster_m = 2 if math.ceil(rows / tile_m) % 2 == 0 else 1
     group = next(size for size in (8, 4, 1) if size == 1 or size // 2 * tile_m * cluster_m < rows)
-    stages = max(3, min(stages, -(-problem.k // TILE_K) + 1))
+    stages = next(size for size in (8, 6, 5, 4, 3) if size == 3 or size <= min(stages, -(-problem.k // TILE_K) + 1))
     return ApplyConfig(tile_m, tile_n, stages, schedule, cluster_m, 1, group)
 
 
