@@ -147,7 +147,7 @@ def test_aligned_matrices_move_16_bytes_at_once_and_others_are_not_taken_to_be(d
     pytest.importorskip("triton")
     from dmuon_tune.backends.triton import _compile, cubin_resources
 
-    program = TRITON.build(problem(8, 2048, 5464, "bfloat16", "n"), MomentumConfig(), device)
+    program = TRITON.build(problem(8, 2048, 5464, "bfloat16", "n"), MomentumConfig(block=2048), device)
     for one in program.kernels:
         binary = _compile(one, device, one.aligned)
         found = cubin_resources(binary.asm["cubin"])
