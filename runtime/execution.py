@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 
 import torch
@@ -14,7 +15,7 @@ from dmuon_tune.chains import Last
 from dmuon_tune.coefficients import CoefficientSet, Triple
 from dmuon_tune.kernel_specs.momentum_library import update
 
-from .ends import Ends
+from .ends import Ends, Launch
 from .plan import GroupPlan
 from .static import Static, Workspace, capturing
 
@@ -48,6 +49,9 @@ class _Piece:
     direct: bool
 
 
+_Key = tuple[int, Launch | None]  # a piece, and the first launch where the piece's graph begins with it
+
+
 @dataclass(frozen=True)
 class _Replay:
     graph: torch.cuda.CUDAGraph
@@ -58,7 +62,8 @@ class _Replay:
 class GroupChain:
     """One group's chain on one device: eager at its first call, by graph from then on where ``graphs``.
 
-    The first and the last launch stay outside the graphs, so these hold no address of the caller's and no rate.
+    The last launch stays outside the graphs, and so does a first one with momentum: they hold no address of the
+    caller's, no μ and no rate.
     """
 
     def __init__(
@@ -68,8 +73,8 @@ class GroupChain:
         self._planned, self._workspace, self._triples = planned, workspace, triples
         self._norm_factor, self._eps = coefficients.norm_factor, eps / coefficients.norm_factor
         self._graphs = graphs and workspace.device.type == "cuda"
-        self._called: set[int] = set()
-        self._replays: dict[int, _Replay] = {}
+        self._called: set[_Key] = set()
+        self._replays: dict[_Key, _Replay] = {}
         self._buffers: tuple[int, Tensor, Tensor, list[Tensor]] | None = None
         device, pieces = workspace.device, planned.recipe.pieces
         self._device, self._sizes, self._whole = device, pieces, len(pieces) == 1
@@ -118,8 +123,10 @@ class GroupChain:
         direct = small and momentum.mode == "none" and isinstance(matrices, Tensor) and self._reads(matrices, ends)
         x, y, squares = (matrices, matrices, []) if direct else self._work(workspace)
         assert isinstance(x, Tensor) and isinstance(y, Tensor)
-        if not direct:
-            self._first(matrices, momentum, ends, x)
+        first = None if direct else self._first(matrices, momentum, ends, x)
+        if first is not None and (small or momentum.mode != "none" or ends.first is None):
+            first()
+            first = None
         start = 0
         for index, size in enumerate(self._sizes):
             part = slice(start, start + size)
@@ -128,7 +135,7 @@ class GroupChain:
                 table = self._coefficients.holding(tuple([value for triple in self._triples for value in triple]))
                 last = Last(x[part], table, y[part], (self._norm_factor,))
             else:
-                last = self._products(index, part, x, y, squares, workspace)
+                last = self._products(index, part, x, y, squares, workspace, first if index == 0 else None)
             yield _Piece(index, part, size, last, direct)
 
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
@@ -151,26 +158,29 @@ class GroupChain:
             self._buffers = workspace.version, x, y, squares
         return x, y, squares
 
-    def _first(self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor) -> None:
-        """x = input_scale · U / (norm_factor · ‖U‖_F + eps), rounded once."""
+    def _first(self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor) -> partial[None]:
+        """The launch of x = input_scale · U / (norm_factor · ‖U‖_F + eps), rounded once."""
         scale = chains.input_scale(self._planned.recipe.group.m) / self._norm_factor
         buffers = momentum.buffers
         by_address = not buffers or all(
             buffer.dtype == matrices[0].dtype and buffer.is_contiguous() for buffer in buffers
         )
         if ends.first is None or not by_address:
-            update(list(matrices), buffers, x, momentum.mode, momentum.mu, scale, self._eps)
-        elif momentum.mode == "none":
-            ends.first(self._gradients.holding(_addresses(matrices)), x, scale, self._eps)
-        else:
-            gradients = self._gradients.holding(_addresses(matrices))
-            ends.first(gradients, self._momenta.holding(_addresses(buffers)), x, momentum.mu, scale, self._eps)
+            return partial(update, list(matrices), buffers, x, momentum.mode, momentum.mu, scale, self._eps)
+        gradients = self._gradients.holding(_addresses(matrices))
+        if momentum.mode == "none":
+            return partial(ends.first, gradients, x, scale, self._eps)
+        momenta = self._momenta.holding(_addresses(buffers))
+        return partial(ends.first, gradients, momenta, x, momentum.mu, scale, self._eps)
 
     def _products(
-        self, index: int, part: slice, x: Tensor, y: Tensor, squares: list[Tensor], workspace: Workspace
+        self, index: int, part: slice, x: Tensor, y: Tensor, squares: list[Tensor], workspace: Workspace,
+        first: partial[None] | None,
     ) -> Last:
-        """Every product of one piece but the last."""
+        """Every product of one piece but the last, after the ``first`` launch where there is one."""
         def launched() -> Last:
+            if first is not None:
+                first()
             size = part.stop - part.start
             some = [square[:size] for square in squares]
             recipe = self._planned.recipe
@@ -180,16 +190,17 @@ class GroupChain:
 
         if not self._graphs or workspace is not self._workspace:
             return launched()
-        held = self._replays.get(index)
+        key = index, None if first is None else first.func
+        held = self._replays.get(key)
         if held is None or held.version != workspace.version:
-            if index not in self._called:  # what is loaded or allocated at a first launch cannot be captured
-                self._called.add(index)
+            if key not in self._called:  # what is loaded or allocated at a first launch cannot be captured
+                self._called.add(key)
                 return launched()
             held = self._captured(launched)
             if held is None:
                 self._graphs = False
                 return launched()
-            self._replays[index] = held
+            self._replays[key] = held
         held.graph.replay()
         return held.last
 
