@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,7 +67,8 @@ class KernelSpec:
     ``illegality(problem, config, device)`` says why a configuration cannot run, or None: the search and the runtime
     both ask it through :meth:`is_legal`. ``build(problem, config, device)`` returns the DSL's program, which the
     backend of that name compiles; it is the only place that imports the DSL. ``heuristic`` picks the untuned
-    configuration by shape. ``sources`` are the modules whose code the kernel is made of; they make its digest.
+    configuration by shape, ``seeds`` those that the search measures before it learns, the likeliest first. ``sources``
+    are the modules whose code the kernel is made of; they make its digest.
     ``variant`` tells apart several kernels of one op in one DSL; ``library`` without one is the vendor library itself.
     """
 
@@ -79,6 +80,7 @@ class KernelSpec:
     sources: tuple[str, ...]
     illegality: Callable[[Problem, Any, DeviceFingerprint], str | None] = never_illegal
     heuristic: Callable[[Problem, DeviceFingerprint], Any] | None = field(default=None)
+    seeds: Callable[[Problem, DeviceFingerprint], Sequence[Any]] | None = field(default=None, kw_only=True)
     variant: str = ""
 
     @property

@@ -79,8 +79,9 @@ def _wrong_field(spec: KernelSpec | OpSpec) -> str | None:
             return f"{name} must be callable, not {type(fields[name]).__name__}"
     if isinstance(spec, OpSpec):
         return None
-    if fields["heuristic"] is not None and not callable(fields["heuristic"]):
-        return f"heuristic must be callable, not {type(fields['heuristic']).__name__}"
+    for name in ("heuristic", "seeds"):
+        if fields[name] is not None and not callable(fields[name]):
+            return f"{name} must be callable, not {type(fields[name]).__name__}"
     if not (isinstance(fields["Config"], type) and dataclasses.is_dataclass(spec.Config)):
         return "Config must be a dataclass"
     if not isinstance(fields["sources"], tuple) or not spec.sources:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,15 +23,16 @@ Point = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Sampler:
-    """Never proposes a configuration twice, nor one that is not in ``legal``.
+    """Never proposes a configuration twice, nor one that is not in ``legal``; those in ``first`` come first.
 
     Each axis is ordinal: an index into its choices. The suggestion of a multivariate TPE over the indices is replaced
     by the nearest unseen legal configuration, by Euclidean distance with every axis scaled to 0..1.
     """
 
-    def __init__(self, config_type: type, legal: list[Any], seed: int) -> None:
+    def __init__(self, config_type: type, legal: list[Any], seed: int, first: Iterable[Any] = ()) -> None:
         self._axes = {name: values for name, values in space.axes(config_type).items() if len(values) > 1}
         self._unseen = {space.config_json(config): config for config in legal}
+        self._first = deque(space.config_json(config) for config in first)
         self._points: dict[str, Point] = {}
         self._rng = random.Random(seed)
         self._seed = seed
@@ -63,6 +66,10 @@ class Sampler:
         """The next configuration, or None where none is left; in random order where all fit in ``remaining`` trials."""
         if not self._unseen:
             return None
+        while self._first:
+            text = self._first.popleft()
+            if text in self._unseen:
+                return self._unseen.pop(text)
         texts = list(self._unseen)
         if len(texts) <= remaining or self._rng.random() < RANDOM_SHARE:
             text = self._rng.choice(texts)

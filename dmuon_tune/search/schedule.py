@@ -35,7 +35,8 @@ class KernelSearch:
     ) -> None:
         self.spec, self.key = spec, key
         self.untuned = spec.untuned(key.problem, device)
-        self.sampler = Sampler(spec.Config, legal, seed ^ zlib.crc32(key.canonical_json().encode()))
+        first = spec.seeds(key.problem, device) if spec.seeds else ()
+        self.sampler = Sampler(spec.Config, legal, seed ^ zlib.crc32(key.canonical_json().encode()), first)
         self.outcomes: list[tuple[Any, Measurement, Trial | None]] = []
         by_text = {config_json(config): config for config in legal}
         for trial in store.trials(key):

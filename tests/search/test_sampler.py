@@ -63,3 +63,20 @@ def test_it_finds_a_good_configuration_sooner_than_chance() -> None:
         by_chance.append(min(map(median_us, random.Random(seed).sample(legal, 50))))
     assert sorted(found)[2] <= 11.0
     assert sum(found) < sum(by_chance)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_what_is_to_come_first_comes_first_where_it_is_legal_and_new(data: st.DataObject) -> None:
+    drawn = config_type([4, 4])
+    everything = list(space.enumerate_space(drawn))
+    legal = [config for config in everything if data.draw(st.booleans())]
+    first = data.draw(st.lists(st.sampled_from(everything), max_size=8))
+    known = [config for config in legal if data.draw(st.booleans())]
+    sampler = Sampler(drawn, legal, 0, first)
+    for config in known:
+        sampler.observe(config, ok(1.0))
+    expected = [config for config in dict.fromkeys(first) if config in legal and config not in known]
+    assert [sampler.suggest(1) for _ in expected] == expected
+    rest = [config for config in legal if config not in known and config not in expected]
+    assert (sampler.suggest(len(legal)) in rest) is bool(rest)
