@@ -35,7 +35,7 @@ class Sampler:
         self._first = deque(space.config_json(config) for config in first)
         self._points: dict[str, Point] = {}
         self._rng = random.Random(seed)
-        self._seed = seed
+        self._seed = seed % 2**32  # the widest that Optuna's generator takes
         self._study: optuna.Study | None = None
 
     @property

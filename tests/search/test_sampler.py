@@ -24,7 +24,7 @@ def config_type(sizes: list[int]) -> type:
 
 
 @settings(max_examples=25, deadline=None)
-@given(sizes=st.lists(st.integers(1, 4), max_size=4), seed=st.integers(0, 2**32), data=st.data())
+@given(sizes=st.lists(st.integers(1, 4), max_size=4), seed=st.integers(0, 2**64), data=st.data())
 def test_every_legal_configuration_once_and_nothing_else(sizes: list[int], seed: int, data: st.DataObject) -> None:
     drawn = config_type(sizes)
     everything = list(space.enumerate_space(drawn))
