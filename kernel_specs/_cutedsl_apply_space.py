@@ -117,7 +117,7 @@ _UNTUNED = (
     (128, 64, 8, "cooperative", 0.85),
     (64, 64, 8, "pingpong", 0.6),
 )
-EPILOGUE_K = {"none": 75, "c": 75, "w": 600}  # a tile's epilogue takes as long as products of this inner length
+EPILOGUE_K = {"none": 60, "c": 60, "w": 600}  # a tile's epilogue takes as long as products of this inner length
 RING_SHARE = 0.94  # speed of a ping-pong kernel while most of its ring is taken by the added term
 
 

@@ -94,6 +94,28 @@ def test_the_legal_space_is_searchable_and_has_the_untuned_choice() -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "best"),
+    [
+        (problem(1, 4096, 4096), (128, 256, COOPERATIVE, 2)),
+        (problem(1, 4096, 4096, epilogue="c"), (128, 256, COOPERATIVE, 2)),
+        (problem(1, 4096, 4096, epilogue="w", out_dtype="float32"), (128, 128, PINGPONG, 2)),
+        (problem(1, 3584, 18944), (128, 192, PINGPONG, 2)),
+        (problem(1, 2048, 8192), (128, 256, COOPERATIVE, 2)),
+        (problem(8, 2048, 5464), (128, 128, PINGPONG, 2)),
+        (problem(16, 1024, 4096), (128, 128, PINGPONG, 2)),
+        (problem(24, 768, 3072), (128, 192, PINGPONG, 2)),
+        (problem(1, 1024, 4096), (128, 256, COOPERATIVE, 1)),
+        (problem(1, 1024, 1024), (128, 64, COOPERATIVE, 1)),
+    ],
+    ids=lambda value: value.label() if isinstance(value, Problem) else "",
+)
+def test_the_untuned_choice_is_the_fastest_one_measured(asked: Problem, best: tuple[int, int, str, int]) -> None:
+    """docs/apply.md has the timings."""
+    config = SPEC.untuned(asked, H200)
+    assert (config.tile_m, config.tile_n, config.schedule, config.cluster_m) == best
+
+
+@pytest.mark.parametrize(
     ("rows", "cols", "config"),
     [
         (1000, 3000, ApplyConfig(128, 256, group=4)),
