@@ -38,17 +38,26 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
 def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> Callable[..., Any]:
     """Products in fp16 on a GPU; in fp32 on a CPU, which multiplies fp16 slower."""
     dtype = torch.float16 if device.kind == "cuda" else torch.float32
-    steps, restarts = schedule(problem)
-    tall, scale = problem.layout == "col", internal_scale(problem.m)
+    restarts, tall = schedule(problem)[1], problem.layout == "col"
 
     def polar_small(u: Tensor, coefficients: Tensor, y: Tensor, norm_factor: float) -> None:
-        x = (scale * _normalized(u.mT if tall else u, norm_factor)).to(dtype)
-        scaled = coefficients / torch.tensor([1.0, scale**2, scale**4], device=u.device)
-        triples = scaled.unsqueeze(-1).unbind()  # on the device: reading them here would wait for it
-        x = _plain(x, triples) if config.form == "plain" else _gram(x, triples, restarts)
-        y.copy_((x.mT if tall else x) / scale)
+        x = recurrence(u.mT if tall else u, coefficients, norm_factor, config.form, restarts, dtype)
+        y.copy_(x.mT if tall else x)
 
     return polar_small
+
+
+def recurrence(
+    u: Tensor, coefficients: Tensor, norm_factor: float, form: str, restarts: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """The recurrence on wide U, (batch, m, n), with products in ``dtype``; X is held times ``internal_scale``.
+
+    The coefficients stay on their device: reading them here would wait for it, and no graph could be captured.
+    """
+    scale = internal_scale(u.shape[-2])
+    x = (scale * _normalized(u, norm_factor)).to(dtype)
+    triples = coefficients.unsqueeze(-1).unbind()
+    return (_plain(x, triples, scale) if form == "plain" else _gram(x, triples, scale, restarts)) / scale
 
 
 def _normalized(u: Tensor, norm_factor: float) -> Tensor:
@@ -59,25 +68,30 @@ def _normalized(u: Tensor, norm_factor: float) -> Tensor:
     return x.div((norm_factor * norms).clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def _plain(x: Tensor, triples: tuple[Tensor, ...]) -> Tensor:
+def _polynomial(square: Tensor, b: Tensor, c: Tensor, scale: float) -> Tensor:
+    """Z = bA + cA² from scale²·A: the square of what is held would leave fp16's range."""
+    held = square / scale**2
+    return (b * held + c * (held @ held)).to(square.dtype)
+
+
+def _plain(x: Tensor, triples: tuple[Tensor, ...], scale: float) -> Tensor:
     for a, b, c in triples:
-        square = x @ x.mT
-        x = (a * x + (b * square + c * (square @ square)).to(x.dtype) @ x).to(x.dtype)
+        x = (a * x + _polynomial(x @ x.mT, b, c, scale) @ x).to(x.dtype)
     return x
 
 
-def _gram(x: Tensor, triples: tuple[Tensor, ...], restarts: tuple[int, ...]) -> Tensor:
+def _gram(x: Tensor, triples: tuple[Tensor, ...], scale: float, restarts: tuple[int, ...]) -> Tensor:
     q: Tensor | None = None
     r = x @ x.mT
     for step, (a, b, c) in enumerate(triples):
         if step in restarts and q is not None:
             x, q = q @ x, None
             r = x @ x.mT
-        z = (b * r + c * (r @ r)).to(x.dtype)
+        z = _polynomial(r, b, c, scale)
         p = z + (a * torch.eye(r.shape[-1], device=r.device)).to(x.dtype)
         q = p if q is None else (q @ z + a * q).to(x.dtype)
-        s = r @ z + (a * r).to(x.dtype)
-        r = s @ z + (a * s).to(x.dtype)
+        s = (r @ z + a * r).to(x.dtype)
+        r = (s @ z + a * s).to(x.dtype)
     return x if q is None else q @ x
 
 

@@ -13,12 +13,17 @@ from dmuon_tune.errors import UsageError
 from dmuon_tune.kernel_specs import kernel, ops
 from dmuon_tune.kernel_specs._inputs import with_spectrum
 from dmuon_tune.kernel_specs.polar_small import schedule
+from dmuon_tune.kernel_specs.polar_small_library import recurrence
 from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.measure.verify import verify
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import enumerate_space
 
 OP, LIBRARY = ops()["polar_small"], kernel("polar_small.library")
+POLAR_EXPRESS = [
+    [7.8926, -20.383, 13.555], [3.9115, -2.5464, 0.4269], [3.7607, -2.5129, 0.4323], [3.1604, -2.1496, 0.3996],
+    [2.1911, -1.4417, 0.3281],
+]
 SHAPES = [(1, 1, 1), (2, 3, 5), (3, 17, 33), (1, 33, 33), (5, 64, 200)]
 
 
@@ -121,15 +126,43 @@ def test_library_on_zero_nan_and_inf() -> None:
     assert bool((y[0] == 0).all() and y[1:3].isnan().all() and y[3].isfinite().all())
 
 
+@pytest.mark.parametrize("form", ["plain", "gram"])
+@pytest.mark.parametrize("m", [1, 33, 128, 512])
+def test_library_stays_in_range_in_fp16(m: int, form: str) -> None:
+    """As on a GPU, with the gains of Polar Express, on the inputs with the largest and the smallest entries of XXᵀ."""
+    one_value = torch.ones(1, m, 2 * m)
+    spread = torch.randn(1, m, 2 * m, generator=torch.Generator().manual_seed(0))
+    coefficients = torch.tensor(POLAR_EXPRESS)
+    for u in (one_value, spread):
+        half = recurrence(u, coefficients, 1.0, form, (2,), torch.float16).double()
+        exact = OP.reference(polar(1, m, 2 * m), u, coefficients, 1.0)
+        # At one value 1.06 = 7.89 − 20.38 + 13.56 cancels, in every entry alike: 4 %; out of range would be inf or 0.
+        assert float((half - exact).norm() / exact.norm()) < 6e-2
+
+
 def test_library_orthogonalizes() -> None:
     """With Polar Express's triples a matrix of condition 100 comes within a few percent of its polar factor."""
-    triples = torch.tensor(
-        [[7.8926, -20.383, 13.555], [3.9115, -2.5464, 0.4269], [3.7607, -2.5129, 0.4323], [3.1604, -2.1496, 0.3996],
-         [2.1911, -1.4417, 0.3281]]
-    )
     sigma = torch.logspace(0, -2, 12, dtype=torch.float64)
     u = with_spectrum(sigma, 30).float().unsqueeze(0)
     problem, device = polar(1, 12, 30), fingerprint("cpu")
     y = torch.empty_like(u)
-    compile_kernel(LIBRARY, problem, LIBRARY.Config("gram"), device).launch(u, triples, y, 1.0)
+    compile_kernel(LIBRARY, problem, LIBRARY.Config("gram"), device).launch(u, torch.tensor(POLAR_EXPRESS), y, 1.0)
     assert float((torch.linalg.svdvals(y[0]) - 1).abs().max()) < 0.2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", ["plain", "gram"])
+def test_library_can_be_captured(form: str) -> None:
+    problem, device = polar(3, 64, 96, "bfloat16"), fingerprint("cuda")
+    launch = compile_kernel(LIBRARY, problem, LIBRARY.Config(form), device).launch
+    assert verify(launch, OP, problem, "cuda", seed=0).failure == ""
+    u, coefficients = OP.make_inputs(problem, "cuda", 0)
+    once, replayed = torch.empty_like(u), torch.empty_like(u)
+    launch(u, coefficients, once, 1.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(u, coefficients, replayed, 1.0)
+    replayed.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(once, replayed)
