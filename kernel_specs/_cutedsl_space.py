@@ -15,7 +15,10 @@ RESERVED_SMEM_BYTES = 1024  # CUDA C++ Programming Guide, compute capability 9.0
 # A thread of the producer's warpgroup and of a consumer's, by number of consumers: parts of 512 for each lane.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 OTHER_REGISTERS = 40  # a thread: addresses, descriptors, pipeline state; a chunk's values take those of done products
-SOURCES = (__name__, f"{__package__}._cutedsl_symmetric", f"{__package__}._cutedsl_epilogue")
+SOURCES = (
+    __name__,
+    *(f"{__package__}._cutedsl_{part}" for part in ("symmetric", "walk", "exchange", "epilogue")),
+)
 MAX_MATRIX_ELEMENTS = 2**31 - 1  # offsets inside one matrix are int32
 
 

@@ -3,24 +3,20 @@
 
 from __future__ import annotations
 
-from math import lcm
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.utils import LayoutEnum, SmemAllocator
 from cutlass.utils import hopper_helpers as hopper
 
 from dmuon_tune.problem import Problem
 
-from ._cutedsl_epilogue import DTYPES, VALUES, SymmetricEpilogue
-from ._cutedsl_space import CHUNK, REGISTERS, SymmetricConfig, rounds_of, smem_bytes, threads
+from ._cutedsl_epilogue import DTYPES
+from ._cutedsl_exchange import SUMS_BARRIER, SumExchange
+from ._cutedsl_space import CHUNK, REGISTERS, SymmetricConfig, smem_bytes, threads
 
-TURN_BARRIER, SUMS_BARRIER = 4, 6  # named barriers: one for each of two warpgroups taking turns, one for all
+TURN_BARRIER = 4  # named barriers 4 and 5: one for each of two warpgroups taking turns
 
 
 class Program:
@@ -47,7 +43,7 @@ def _tensor(dtype: str, shape: tuple[int, ...]):
     return cute.runtime.make_fake_compact_tensor(DTYPES[dtype], shape, stride_order=(2, 1, 0), assumed_align=16)
 
 
-class SymmetricProduct(SymmetricEpilogue):
+class SymmetricProduct(SumExchange):
     """D = α·A·Bᵀ + β·C + γ·I for one problem and configuration, D symmetric, all extents fixed at compile time.
 
     Clusters of blocks walk the tiles that touch the lower triangle. In a block one warp fills a ring of shared-memory
@@ -55,34 +51,13 @@ class SymmetricProduct(SymmetricEpilogue):
     """
 
     def __init__(self, problem: Problem, config: SymmetricConfig, blocks: int) -> None:
-        super().__init__(problem, config)
+        super().__init__(problem, config, blocks)
         self.k, self.row_major = problem.k, problem.layout == "row"
         self.tile_k, self.stages = config.tile_k, config.stages
         self.threads, self.blocks_per_sm = threads(config), config.blocks_per_sm
         self.smem_bytes = smem_bytes(config)
         # setmaxnreg needs a whole producer warpgroup; two spare warps beside one consumer group cost no registers.
         self.registers = REGISTERS.get(config.warpgroups)
-        self.k_tiles = -(-self.k // config.tile_k)
-        self.cluster, self.blocks_together = config.cluster, config.cluster * config.split
-        self._plan_tiles(config.group)
-        # Blocks that may share a tile's k do so in the last round alone: it leaves their ring to the exchange of sums.
-        self.total = self.tiles * self.batch
-        rounds, self.rest, self.clusters = rounds_of(self.total, blocks, config)
-        self.whole, self.walkers = self.total - self.rest, self.clusters * config.split
-        self.last_turn = rounds % 2  # which of two warpgroups taking turns has the last round's tile
-
-    def _plan_tiles(self, group: int) -> None:
-        """Rows of (a cluster's) tiles are walked in groups: a group's rectangle by columns, then its jagged end."""
-        tile_m, tile_n = self.tile[0] * self.cluster, self.tile[1]
-        period = lcm(tile_m, tile_n) // tile_m
-        self.group = -(-group // period) * period
-        self.group_cols = self.group * tile_m // tile_n
-        self.rows = -(-self.m // tile_m)
-        jagged = [-(-(row + 1) * tile_m // tile_n) for row in range(self.group)]
-        self.jagged_starts = [sum(jagged[:row]) for row in range(self.group)]
-        self.jagged_total = sum(jagged)
-        cols = -(-self.m // tile_n)
-        self.tiles = sum(min(-(-(row + 1) * tile_m // tile_n), cols) for row in range(self.rows))
 
     # Entry points: one for each argument list of the ops.
 
@@ -246,82 +221,6 @@ class SymmetricProduct(SymmetricEpilogue):
             self._consume(ring, tiled_mma, chunk_mma, sa, sb, shared, d_atom, d_tma, d, scalars, thread)
 
     @cute.jit
-    def _tile_of(self, index: Int32):
-        """Linear index → (batch, tile row, tile column)."""
-        batch = index // self.tiles
-        rest = index - batch * self.tiles
-        first_row = Int32(0)
-        base = Int32(0)
-        size = Int32(self.jagged_total)
-        while rest >= size:
-            rest -= size
-            first_row += self.group
-            base += self.group_cols
-            size += self.group * self.group_cols
-        rows = cutlass.min(Int32(self.group), self.rows - first_row)
-        row = first_row
-        col = Int32(0)
-        if rest < rows * base:
-            col = rest // rows
-            row = first_row + (rest - col * rows)
-        else:
-            jagged = rest - rows * base
-            start = Int32(0)
-            for r in cutlass.range_constexpr(1, self.group):
-                if jagged >= self.jagged_starts[r]:
-                    row = first_row + r
-                    start = Int32(self.jagged_starts[r])
-            col = base + jagged - start
-        return batch, row, col
-
-    def _place_in_cluster(self):
-        """(which cluster, rank among its blocks)."""
-        block, _, _ = cute.arch.block_idx()
-        return block // self.blocks_together, block % self.blocks_together
-
-    def _shares(self):
-        """Whether the cluster has a tile in the round that shares k."""
-        return self._place_in_cluster()[0] < self.rest
-
-    @cute.jit
-    def _first_tile(self, group):
-        """Where a block's walk starts, or that of the warpgroup where they take turns; it ends at ``total``."""
-        index, rank = self._place_in_cluster()
-        if cutlass.const_expr(self.split > 1 and self.whole > 0):
-            index = index * self.split + rank
-        if cutlass.const_expr(self.pingpong):
-            if group == 1:
-                index = self._next_tile(index)
-        return index
-
-    @cute.jit
-    def _next_tile(self, index):
-        after = index + self.walkers
-        if cutlass.const_expr(self.split > 1):
-            if after >= self.whole:
-                cluster, _ = self._place_in_cluster()
-                after = self.whole + cluster if index < self.whole else self.total + cluster
-        return after
-
-    @cute.jit
-    def _block_tile(self, index, rank):
-        """The tile of one block of a cluster: (batch, tile row, tile column)."""
-        batch, row, col = self._tile_of(index)
-        if cutlass.const_expr(self.cluster > 1):
-            row = row * self.cluster + rank
-        return batch, row, col
-
-    @cute.jit
-    def _k_range(self, index, rank):
-        """First tile along k, and how many, of a block: all, or its share."""
-        first, count = Int32(0), Int32(self.k_tiles)
-        if cutlass.const_expr(self.split > 1):
-            if index >= self.whole:
-                first = rank * self.k_tiles // self.split
-                count = (rank + 1) * self.k_tiles // self.split - first
-        return first, count
-
-    @cute.jit
     def _produce(self, ring, a_atom, a_tma, sa, b_atom, b_tma, sb):
         (tile_m, tile_n), tile_k = self.tile, self.tile_k
         _, rank = self._place_in_cluster()
@@ -370,28 +269,6 @@ class SymmetricProduct(SymmetricEpilogue):
             )
             index = self._own_next(index)
         self._end_sharing()
-
-    @cute.jit
-    def _own_next(self, index):
-        """The next tile of the same warpgroup."""
-        after = self._next_tile(index)
-        if cutlass.const_expr(self.pingpong):
-            after = self._next_tile(after)
-        return after
-
-    @cute.jit
-    def _stand_by(self):
-        """For threads with no part in the exchange of sums: a cluster's barrier counts them too."""
-        if cutlass.const_expr(self.split > 1):
-            if self._shares():
-                cute.arch.cluster_arrive()
-
-    @cute.jit
-    def _end_sharing(self):
-        """Stay until the others have read this block's sums."""
-        if cutlass.const_expr(self.split > 1):
-            if self._shares():
-                cute.arch.cluster_wait()
 
     @cute.jit
     def _consume(self, ring, tiled_mma, chunk_mma, sa, sb, shared, d_atom, d_tma, d, scalars, thread):
@@ -471,38 +348,6 @@ class SymmetricProduct(SymmetricEpilogue):
             release.advance()
             read.advance()
 
-    @cute.jit
-    def _exchange(self, acc, sa, group, rank, row, col, thread):
-        """Sums of a tile's k parts: each block adds the others' to the chunks that it stores, in a fixed order."""
-        lane = thread % 128
-        # (4 values, thread, vector, chunk): the ring's stages, all read by now.
-        sums = cute.make_tensor(
-            cute.recast_ptr(sa.iterator, None, Float32),
-            cute.make_layout(
-                (4, 128, VALUES // 4, self.tile_warpgroups * self.chunks), stride=(1, 4, 512, 128 * VALUES)
-            ),
-        )
-        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=128 * self.warpgroups)
-        for at in cutlass.range_constexpr(self.chunks):
-            top, left = self.place(at, row, col, group)
-            if self.stored(top, left) and not self.owned(at, group, rank, True):
-                values = cute.make_tensor(acc.iterator + at * VALUES, cute.make_layout((4, VALUES // 4)))
-                for v in cutlass.range_constexpr(VALUES // 4):
-                    cute.autovec_copy(values[(None, v)], sums[(None, lane, v, self.chunk(at, group))])
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        for at in cutlass.range_constexpr(self.chunks):
-            top, left = self.place(at, row, col, group)
-            if self.stored(top, left) and self.owned(at, group, rank, True):
-                values = cute.make_tensor(acc.iterator + at * VALUES, cute.make_layout((4, VALUES // 4)))
-                for other in cutlass.range_constexpr(1, self.split):
-                    peer = (rank + other) % self.split
-                    for v in cutlass.range_constexpr(VALUES // 4):
-                        theirs = _load_peer(sums[(None, lane, v, self.chunk(at, group))].iterator, peer)
-                        for e in cutlass.range_constexpr(4):
-                            values[(e, v)] = values[(e, v)] + theirs[e]
-        cute.arch.cluster_arrive()
-
 
 def _operand_layout(major, shape, dtype, stages):
     """Swizzled shared-memory ring of one operand: (rows, k, stage)."""
@@ -510,20 +355,3 @@ def _operand_layout(major, shape, dtype, stages):
     atom = warpgroup.make_smem_layout_atom(hopper.get_smem_layout_atom(major, dtype, contiguous), dtype)
     order = (0, 1, 2) if major == LayoutEnum.ROW_MAJOR else (1, 0, 2)
     return cute.tile_to_shape(atom, (*shape, stages), order=order)
-
-
-@dsl_user_op
-def _load_peer(pointer, peer, *, loc=None, ip=None):
-    """Four fp32 values from the same place in another block's shared memory."""
-    address = cute.arch.map_dsmem_ptr(pointer, peer, loc=loc, ip=ip).toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
-    f32 = ir.F32Type.get()
-    loaded = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * 4),
-        [address],
-        "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];",
-        "=f,=f,=f,=f,r",
-        has_side_effects=True,
-        loc=loc,
-        ip=ip,
-    )
-    return [Float32(llvm.extractvalue(f32, loaded, [i], loc=loc, ip=ip)) for i in range(4)]
