@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dmuon_tune.device import DeviceFingerprint
@@ -123,9 +123,19 @@ RING_SHARE = 0.94  # speed of a ping-pong kernel while most of its ring is taken
 
 def heuristic(problem: Problem, device: DeviceFingerprint) -> ApplyConfig | None:
     """The configuration whose waves of tiles take the least time; None where none of these few is legal."""
+    return next(iter(_ranked(problem, device)), None)
+
+
+def seeds(problem: Problem, device: DeviceFingerprint) -> list[ApplyConfig]:
+    """The untuned table's configurations by the time of their waves; then the two best with and without a cluster."""
+    ranked = _ranked(problem, device)
+    return ranked + [replace(config, cluster_m=3 - config.cluster_m) for config in ranked[:2]]
+
+
+def _ranked(problem: Problem, device: DeviceFingerprint) -> list[ApplyConfig]:
     candidates = [_completed(problem, device, *entry) for entry in _UNTUNED]
     legal = [pair for pair in candidates if illegality(problem, pair[1], device) is None]
-    return min(legal, key=lambda pair: pair[0])[1] if legal else None
+    return [config for _, config in sorted(legal, key=lambda pair: pair[0])]
 
 
 def _completed(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dmuon_tune.spec import KernelSpec
 
-from ._cutedsl_apply_space import SOURCES, ApplyConfig, heuristic, illegality, program, refusal
+from ._cutedsl_apply_space import SOURCES, ApplyConfig, heuristic, illegality, program, refusal, seeds
 
 KERNEL = KernelSpec(
-    "apply", "cutedsl", ApplyConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic
+    "apply", "cutedsl", ApplyConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic,
+    seeds=seeds,
 )
