@@ -20,6 +20,7 @@ MIN_BLOCK = 16  # tl.dot's least extent
 WARP = 32
 MAX_ELEMENTS = 2**31
 LEAST_COLUMNS = 64
+LEAST_SHARE = 512  # columns of a matrix for which another block is worth the waits
 ACCUMULATORS = 64  # fp32 sums a thread: with a second result in fp16 and its operands, as many as its registers hold
 
 
@@ -99,12 +100,17 @@ def smem_bytes(problem: Problem, config: PolarConfig) -> int:
 
 
 def heuristic(problem: Problem, device: DeviceFingerprint) -> PolarConfig:
+    """What was fastest on an H200: all in registers where X fits; else wide blocks, shared where rows are long."""
     block_m, whole = padded(problem.m), padded(problem.n)
-    warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m]
-    plain = PolarConfig("plain", whole, warps, 1)
-    if whole <= 2 * block_m and illegality(problem, plain, device) is None:
-        return plain
-    return PolarConfig("gram", min(whole, 64), warps, 2)
+    if whole <= 2 * block_m:
+        for warps in (4, 8) if block_m >= 64 else (1, 2, 4):  # from 64 rows on four warps multiply together
+            plain = PolarConfig("plain", whole, warps, 1)
+            if illegality(problem, plain, device) is None:
+                return plain
+    if block_m < 64:
+        return PolarConfig("gram", min(whole, 64), {16: 1, 32: 2}[block_m], 2)
+    fitting = [b for b in (16, 8, 4, 2) if b * problem.batch <= device.sm_count and b * LEAST_SHARE <= problem.n]
+    return PolarConfig("gram", min(whole, 128), 8, 1 if block_m == 128 else 2, next(iter(fitting), 1))
 
 
 def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> TritonProgram:

@@ -127,7 +127,7 @@ def test_library_on_zero_nan_and_inf() -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "gram"])
-@pytest.mark.parametrize("m", [1, 33, 128, 512])
+@pytest.mark.parametrize("m", [1, 33, 128])
 def test_library_stays_in_range_in_fp16(m: int, form: str) -> None:
     """As on a GPU, with the gains of Polar Express, on the inputs with the largest and the smallest entries of XXᵀ."""
     one_value = torch.ones(1, m, 2 * m)
