@@ -146,7 +146,7 @@ class SymmetricEpilogue:
             if cutlass.const_expr(self.tma_rows):
                 if leader:
                     cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
-            self._sync(group)  # the buffer's chunk before has left
+            self._sync(group)  # the buffer's chunk before has left, as C's arrival says where there is one
         for transposed in cutlass.range_constexpr(2):
             atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed == 1, 4), self.out_dtype)
             write = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, chunk_mma))
