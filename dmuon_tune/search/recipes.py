@@ -9,6 +9,7 @@ from typing import Any
 from dmuon_tune import chains
 from dmuon_tune.cache import CacheEntry
 from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import ops
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measure.winners import library_kernel
 from dmuon_tune.measurement import Measurement
@@ -21,21 +22,28 @@ HOPELESS = 2.0  # times the cheapest form's sum of winners, on cold operands: no
 FASTER = 1.01  # a chain replaces the best one where it is faster by more than a graph's run-to-run difference
 L2_SHARE = 0.5  # of the L2 that a piece's square matrices may fill: X passes through it too
 ALIGNMENT_BYTES = 16  # of a matrix, for vector loads and TMA
-WINNER, RUNNER_UP = 0, 1
+CLOSE = 1.03  # kernels whose medians alone are this close may change places inside a chain ...
+CLOSE_IN_L2 = 1.1  # ... and more so where the chain finds in the L2 what was cold when the product was timed alone
 
 Role = tuple[str, str]  # (op, epilogue): a product's place in a chain
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A product's winner and, where one ties with it, the runner-up."""
+    """A product's winner and those that may be faster inside a chain, the fastest first."""
 
     winner: CacheEntry
-    runner_up: CacheEntry | None = None
+    rivals: tuple[CacheEntry, ...] = ()
 
     @property
     def median_us(self) -> float:
         return self.winner.measurement.median_us or 0.0
+
+
+def close(problem: Problem, device: DeviceFingerprint) -> float:
+    """How many times the fastest median a kernel's may be to be tried inside a chain."""
+    in_l2 = ops()[problem.op].bytes_moved(problem) <= L2_SHARE * device.l2_bytes
+    return CLOSE_IN_L2 if in_l2 else CLOSE
 
 
 def estimates(
@@ -67,7 +75,7 @@ class ChainSearch:
     """One group's search: ``candidate`` is the chain to time next, None at the end; ``observe`` tells its outcome.
 
     Coordinate by coordinate: the form, with the winners' kernels and the whole batch at once; then smaller pieces; then
-    for each product that has one the runner-up; at last (``is_pricing``) the costs of smaller batches.
+    each product's rivals; at last (``is_pricing``) the costs of smaller batches.
     """
 
     def __init__(
@@ -115,16 +123,16 @@ class ChainSearch:
         recipe = self._best[0]
         for chunk in chunks(self.group, recipe.form, recipe.dtype, self._device.l2_bytes):
             yield from self._try(replace(recipe, chunk=chunk), {})
-        picked: dict[Role, int] = {}
+        picked: dict[Role, CacheEntry] = {}
         for problem in chain(self.group, recipe.form, recipe.dtype):
-            if self._tuned[problem].runner_up is not None:
-                other = {**picked, (problem.op, problem.epilogue): RUNNER_UP}
+            for rival in self._tuned[problem].rivals:
+                other = {**picked, (problem.op, problem.epilogue): rival}
                 if (yield from self._try(self._best[0], other)):
                     picked = other
         self.is_pricing = True
         yield from self._price(picked)
 
-    def _try(self, recipe: Recipe, picked: Mapping[Role, int]) -> Generator[Recipe, Measurement, bool]:
+    def _try(self, recipe: Recipe, picked: Mapping[Role, CacheEntry]) -> Generator[Recipe, Measurement, bool]:
         """Time a chain and keep it where it is the fastest; whether it is."""
         complete = replace(recipe, picks=self._picks(recipe, picked))
         measurement = yield complete
@@ -136,7 +144,7 @@ class ChainSearch:
         self._best = complete, measurement
         return True
 
-    def _price(self, picked: Mapping[Role, int]) -> Generator[Recipe, Measurement, None]:
+    def _price(self, picked: Mapping[Role, CacheEntry]) -> Generator[Recipe, Measurement, None]:
         assert self._best is not None
         whole, batch = self._best[0], 1
         while batch < self.group.batch:
@@ -148,17 +156,16 @@ class ChainSearch:
                 self._costs.append((batch, measurement.median_us))
             batch *= 2
 
-    def _picks(self, recipe: Recipe, picked: Mapping[Role, int]) -> tuple[Pick, ...]:
+    def _picks(self, recipe: Recipe, picked: Mapping[Role, CacheEntry]) -> tuple[Pick, ...]:
         whole = {(p.op, p.epilogue): p for p in chain(self.group, recipe.form, recipe.dtype)}
         return tuple(
-            self._pick(problem, self._tuned[whole[role]], picked.get(role, WINNER))
+            self._pick(problem, picked.get(role, self._tuned[whole[role]].winner))
             for problem in recipe.products()
             for role in [(problem.op, problem.epilogue)]
         )
 
-    def _pick(self, problem: Problem, tuned: Tuned, which: int) -> Pick:
+    def _pick(self, problem: Problem, entry: CacheEntry) -> Pick:
         """The chosen kernel, at another batch than the tuned one with the same configuration where that is legal."""
-        entry = tuned.winner if which == WINNER or tuned.runner_up is None else tuned.runner_up
         if problem != entry.key.problem and problem in self._tuned:
             entry = self._tuned[problem].winner  # this batch was tuned as well
         spec = self._specs[entry.key.kernel]

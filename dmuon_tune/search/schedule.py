@@ -25,7 +25,7 @@ from dmuon_tune.spec import KernelSpec
 
 from .sampler import Sampler
 
-CLOSE = 1.03  # kernels whose medians alone are this close may change places inside a chain
+MOST_RIVALS = 3  # that are tried in the winner's place inside a chain
 
 class KernelSearch:
     """One kernel's search for one problem, continued from the trials that the cache holds under the current key."""
@@ -145,13 +145,12 @@ class ProblemSearch:
     def winner(self, provenance: dict[str, Any]) -> CacheEntry | None:
         return winner(contender for each in self.kernels for contender in each.contenders(provenance))
 
-    def runner_up(self, provenance: dict[str, Any]) -> CacheEntry | None:
-        """The fastest ok entry beside the winner, where its median is within CLOSE of the fastest."""
-        best = self.winner(provenance)
+    def rivals(self, provenance: dict[str, Any], close: float) -> tuple[CacheEntry, ...]:
+        """The fastest ok entries beside the winner, whose medians are within ``close`` times the fastest."""
+        best, limit_us = self.winner(provenance), close * (self.best_us or 0.0)
         found = [contender.entry for each in self.kernels for contender in each.contenders(provenance)]
         others = [entry for entry in found if best and (entry.key, entry.config) != (best.key, best.config)]
-        second = min(others, key=_median_us, default=None)
-        return second if second and self.best_us and _median_us(second) <= CLOSE * self.best_us else None
+        return tuple(sorted((entry for entry in others if _median_us(entry) <= limit_us), key=_median_us)[:MOST_RIVALS])
 
     def library(self, provenance: dict[str, Any]) -> CacheEntry | None:
         """The library's fastest entry."""

@@ -28,7 +28,7 @@ from dmuon_tune.spec import KernelSpec
 
 from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .progress import Progress, Silent
-from .recipes import ChainSearch, Tuned, estimates, is_current
+from .recipes import ChainSearch, Tuned, close, estimates, is_current
 from .schedule import Candidate, ProblemSearch, Schedule, import_failures, problem_search, usable_kernels
 from .workload import served_forms, workload
 
@@ -297,7 +297,8 @@ def _chain_searches(
     for search in searches:
         best = search.winner(run.provenance)
         if best is not None:
-            tuned[search.problem] = Tuned(best, search.runner_up(run.provenance))
+            rivals = search.rivals(run.provenance, close(search.problem, run.device))
+            tuned[search.problem] = Tuned(best, rivals)
     found = []
     for group in dict.fromkeys(groups):
         estimated = estimates(group, served_forms(group, dtype, specs, run.device), dtype, tuned)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from dmuon_tune import chains
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import CacheEntry
+from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain
-from dmuon_tune.search.recipes import ChainSearch, Tuned, chunks, estimates, is_current
+from dmuon_tune.search.recipes import ChainSearch, Tuned, chunks, close, estimates, is_current
 
 SQUARE = Group(1, 64, 64)
 BATCH = Group(6, 64, 64)
@@ -37,7 +38,7 @@ def tuned(group: Group, *forms: str, ties: tuple[str, ...] = ()) -> dict[Problem
     return {
         problem: Tuned(
             entry(problem, f"{problem.op}.library"),
-            entry(problem, f"{problem.op}.tilelang") if problem.op in ties else None,
+            (entry(problem, f"{problem.op}.tilelang"),) if problem.op in ties else (),
         )
         for problem in problems
     }
@@ -122,7 +123,7 @@ def test_every_product_of_every_piece_has_its_kernel_under_todays_key() -> None:
 
 def test_another_batch_runs_its_own_winner_or_an_illegal_configuration_untuned() -> None:
     known = tuned(BATCH, "gram", ties=("gram", "gemm_symmetric", "apply"))
-    known = {problem: Tuned(found.runner_up or found.winner) for problem, found in known.items()}  # TileLang wins
+    known = {problem: Tuned(found.rivals[0]) for problem, found in known.items()}  # TileLang wins
     (gram,) = [problem for problem in chain(replace(BATCH, batch=1), "gram", "float32") if problem.op == "gram"]
     known[gram] = Tuned(entry(gram, "gram.library"))
     asked = walk(search_of(BATCH, ("gram",), known), lambda recipe: ok(1.0))
@@ -146,6 +147,27 @@ def test_a_form_that_fails_is_left_and_what_is_not_faster_is_not_taken() -> None
     walk(search, lambda recipe: Measurement("crashed"))
     assert not search.recipe().timed and search.recipe().form == "plain"
     assert search.best_us is None and search.recipe().cost_us is not None
+
+
+def test_rivals_replace_the_winner_one_after_another() -> None:
+    known = tuned(SQUARE, "gram")
+    apply = next(problem for problem in known if problem.op == "apply")
+    base = entry(apply, "apply.tilelang")
+    legal = kernel("apply.tilelang").legal_space(apply, CPU)[:3]
+    known[apply] = Tuned(known[apply].winner, tuple(replace(base, config=dict(vars(config))) for config in legal))
+    times = iter([10.0, 9.0, 9.5, 8.0][: 1 + len(legal)])
+    search = search_of(SQUARE, ("gram",), known)
+    asked = walk(search, lambda recipe: ok(next(times)))
+    tried = [next(pick.config for pick in recipe.picks if pick.problem == apply) for recipe in asked]
+    assert tried[1:] == [vars(config) for config in legal] and len(legal) > 1
+    fastest = {2: 1, 3: 3}[len(legal)]
+    assert next(pick.config for pick in search.recipe().picks if pick.problem == apply) == tried[fastest]
+
+
+def test_what_stays_in_the_l2_may_change_places_more_easily() -> None:
+    gpu = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 150_000_000_000)
+    small, large = Problem("gram", 1, 1024, 1024, 1024), Problem("gram", 16, 1024, 1024, 4096)
+    assert 1.0 < close(large, gpu) < close(small, gpu) < 1.5
 
 
 def test_a_form_far_behind_on_paper_is_not_timed() -> None:

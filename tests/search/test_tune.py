@@ -211,7 +211,7 @@ def tuned_search(group: Group, first: Measurement) -> ChainSearch:
         spec = kernel(f"{problem.op}.library")
         config = dict(vars(spec.untuned(problem, device)))
         best = CacheEntry(tuning_key(spec, problem, device), config, ok(1.0), "", {})
-        tuned[problem] = Tuned(best, best)
+        tuned[problem] = Tuned(best, (best,))
     search = ChainSearch(estimates(group, ("gram",), "float32", tuned), tuned, kernels(), device)
     search.observe(first)
     assert search.candidate is not None and not search.is_pricing
