@@ -26,6 +26,8 @@ from dmuon_tune.spec import KernelSpec
 from .sampler import Sampler
 
 MOST_RIVALS = 3  # that are tried in the winner's place inside a chain
+FAIR_TRIALS = 3  # configurations of a kernel before it may be left behind
+FAR_BEHIND = 1.3  # times the best: no space hides its best so far below its untuned choice unless that is bad
 
 class KernelSearch:
     """One kernel's search for one problem, continued from the trials that the cache holds under the current key."""
@@ -120,14 +122,19 @@ class ProblemSearch:
         remaining = self._trials - self._proposed
         if remaining <= 0:
             return None
-        for _ in self.kernels:
-            each = self.kernels[self._next_kernel % len(self.kernels)]
-            self._next_kernel += 1
+        turns = [self.kernels[(self._next_kernel + turn) % len(self.kernels)] for turn in range(len(self.kernels))]
+        for each in sorted(turns, key=self._is_behind):  # stable: in turn, those far behind only where the rest is done
             config = each.sampler.suggest(remaining)
             if config is not None:
+                self._next_kernel = self.kernels.index(each) + 1
                 self._proposed += 1
                 return Candidate(self, each, config)
         return None
+
+    def _is_behind(self, kernel: KernelSearch) -> bool:
+        """Whether a kernel's first FAIR_TRIALS configurations are all far slower than the problem's best, or failed."""
+        best_us = min((m.median_us for _, m, _ in kernel.outcomes if m.median_us is not None), default=math.inf)
+        return len(kernel.outcomes) >= FAIR_TRIALS and best_us > FAR_BEHIND * (self.best_us or math.inf)
 
     def observe(self, candidate: Candidate, measurement: Measurement) -> None:
         candidate.kernel.observe(candidate.config, measurement)
