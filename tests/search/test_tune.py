@@ -430,3 +430,20 @@ def test_trials_of_other_code_do_not_count(tmp_path: Path) -> None:
         resumed = problem_search(problem, [spec], device, store, 5, 0)
         assert resumed.reused == 1 and resumed.best_us == 2.0
         assert [config_json(candidate.config) for candidate in resumed.seeds()] == []
+
+
+def test_rivals_of_a_winner_are_those_close_to_the_fastest() -> None:
+    device = fingerprint("cpu")
+    problem = Problem("gram", 1, 64, 64, 64, "float32", "float32")
+    spec = kernel("gram.tilelang")
+    configs = [dict(vars(config)) for config in spec.legal_space(problem, device)]
+    with Store.open("sqlite://") as store:
+        for config, median_us in zip(configs, [10.0, 10.2, 10.9, 12.0], strict=False):
+            store.record(tuning_key(spec, problem, device), config, ok(median_us), {})
+        search = problem_search(problem, [spec], device, store, 5, 0)
+    best = search.winner({})
+    assert best is not None
+    found = {close: search.rivals({}, close) for close in (1.03, 1.1)}
+    assert len(found[1.03]) == 1 and len(found[1.1]) == min(2, len(configs) - 1)
+    for rivals in found.values():
+        assert best not in rivals and list(rivals) == sorted(rivals, key=lambda entry: entry.measurement.median_us or 0)
