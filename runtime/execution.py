@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from .plan import GroupPlan
 from .static import Static, Workspace, capturing
 
 ALIGNMENT_BYTES = 16  # of what products read and write
+MAX_WHOLE_GRAPHS = 4  # results that a loop keeps at a time; the caching allocator hands out their addresses in turn
 
 logger = getLogger("dmuon_tune.runtime")
 
@@ -49,7 +51,8 @@ class _Piece:
     direct: bool
 
 
-_Key = tuple[int, Launch | None]  # a piece, and the first launch where the piece's graph begins with it
+# What a graph is of: a piece (a whole chain's is of its result's address), and the first launch if that is part of it.
+_Key = tuple[int, Launch | None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class GroupChain:
     """One group's chain on one device: eager at its first call, by graph from then on where ``graphs``.
 
     The last launch stays outside the graphs, and so does a first one with momentum: they hold no address of the
-    caller's, no μ and no rate.
+    caller's, no μ and no rate. Where a result's address comes again, its whole chain becomes one more graph.
     """
 
     def __init__(
@@ -75,19 +78,59 @@ class GroupChain:
         self._graphs = graphs and workspace.device.type == "cuda"
         self._called: set[_Key] = set()
         self._replays: dict[_Key, _Replay] = {}
+        self._recent: deque[_Key] = deque(maxlen=2 * MAX_WHOLE_GRAPHS)
+        self._wholes: dict[_Key, _Replay] = {}
         self._buffers: tuple[int, Tensor, Tensor, list[Tensor]] | None = None
         device, pieces = workspace.device, planned.recipe.pieces
         self._device, self._sizes, self._whole = device, pieces, len(pieces) == 1
         self._gradients, self._momenta = Static(device, torch.int64), Static(device, torch.int64)
+        self._small = planned.recipe.form == "small"
+        self._coefficient_values = tuple([value for triple in triples for value in triple])
         self._coefficients = Static(device, torch.float32, columns=3)
         self._weights = [Static(device, torch.int64) for _ in pieces]
         self._rates = [Static(device, torch.float32, columns=2) for _ in pieces]
 
-    def polar(self, matrices: Matrices, momentum: Momentum, ends: Ends, out: Tensor) -> None:
-        """The polar factors into ``out``, contiguous, (batch, rows, cols), of the dtype that ``ends`` are made for."""
+    def polar(self, matrices: Tensor, ends: Ends, out: Tensor) -> None:
+        """The polar factors of a batch into ``out``, contiguous, of the dtype that ``ends`` are made for."""
         workspace = self._entered()
-        for piece in self._pieces(matrices, momentum, ends, workspace):
+        if self._graphs and self._whole and not self._small and workspace is self._workspace:
+            whole = self._whole_graph(matrices, ends, out)
+            if whole is not None:
+                self._gradients.holding(_addresses(matrices))
+                whole.graph.replay()
+                return
+        for piece in self._pieces(matrices, GIVEN, ends, workspace):
             self._write(piece, ends, out if self._whole else out[piece.part], workspace)
+
+    def _whole_graph(self, matrices: Tensor, ends: Ends, out: Tensor) -> _Replay | None:
+        """The graph of all that writes this result, made when its address comes again; None before, or without one."""
+        key, version = (out.data_ptr(), ends.first), self._workspace.version
+        held = self._wholes.get(key)
+        if held is not None and held.version == version:
+            return held
+        if any(other.version != version for other in self._wholes.values()):
+            self._wholes.clear()
+        if key not in self._recent:
+            self._recent.append(key)
+            return None
+        if ends.first is None or len(self._wholes) == MAX_WHOLE_GRAPHS or not _writable(out):
+            return None
+        x, y, squares = self._work(self._workspace)
+        first = self._first(matrices, GIVEN, ends, x)
+        part = slice(0, self._sizes[0])
+
+        def launched() -> Last:
+            first()
+            last = self._all_but_last(part, x, y, squares)
+            self._write(_Piece(0, part, self._sizes[0], last, False), ends, out, self._workspace)
+            return last
+
+        held = self._captured(launched)
+        if held is None:
+            self._graphs = False
+        else:
+            self._wholes[key] = held
+        return held
 
     def step(
         self, gradients: Matrices, momentum: Momentum, ends: Ends, weights: Sequence[Tensor],
@@ -118,29 +161,30 @@ class GroupChain:
         self, matrices: Matrices, momentum: Momentum, ends: Ends, workspace: Workspace
     ) -> Iterator[_Piece]:
         """Orthogonalize piece by piece; the next one overwrites what the last product of one reads."""
-        recipe = self._planned.recipe
-        small = recipe.form == "small"
-        direct = small and momentum.mode == "none" and isinstance(matrices, Tensor) and self._reads(matrices, ends)
-        x, y, squares = (matrices, matrices, []) if direct else self._work(workspace)
-        assert isinstance(x, Tensor) and isinstance(y, Tensor)
+        direct = False
+        if self._small and momentum.mode == "none" and isinstance(matrices, Tensor) and self._reads(matrices, ends):
+            direct, x, y, squares = True, matrices, matrices, list[Tensor]()
+        else:
+            x, y, squares = self._work(workspace)
         first = None if direct else self._first(matrices, momentum, ends, x)
-        if first is not None and (small or momentum.mode != "none" or ends.first is None):
+        if first is not None and (self._small or momentum.mode != "none" or ends.first is None):
             first()
             first = None
         start = 0
         for index, size in enumerate(self._sizes):
             part = slice(start, start + size)
             start += size
-            if small:
-                table = self._coefficients.holding(tuple([value for triple in self._triples for value in triple]))
-                last = Last(x[part], table, y[part], (self._norm_factor,))
+            if self._small:
+                table = self._coefficients.holding(self._coefficient_values)
+                u, spare = (x, y) if self._whole else (x[part], y[part])
+                last = Last(u, table, spare, (self._norm_factor,))
             else:
                 last = self._products(index, part, x, y, squares, workspace, first if index == 0 else None)
             yield _Piece(index, part, size, last, direct)
 
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
         """Whether the small form reads these matrices themselves."""
-        matrix_bytes = matrices[0].numel() * matrices.element_size()
+        matrix_bytes = matrices.nbytes // matrices.shape[0]
         aligned = matrices.data_ptr() % ALIGNMENT_BYTES == 0 and (self._whole or matrix_bytes % ALIGNMENT_BYTES == 0)
         return aligned and all(size in ends.direct for size in self._sizes)
 
@@ -181,12 +225,7 @@ class GroupChain:
         def launched() -> Last:
             if first is not None:
                 first()
-            size = part.stop - part.start
-            some = [square[:size] for square in squares]
-            recipe = self._planned.recipe
-            return chains.all_but_last(
-                recipe.form, self._planned.launches[size], x[part], y[part], some, self._triples, recipe.restarts
-            )
+            return self._all_but_last(part, x, y, squares)
 
         if not self._graphs or workspace is not self._workspace:
             return launched()
@@ -204,6 +243,13 @@ class GroupChain:
         held.graph.replay()
         return held.last
 
+    def _all_but_last(self, part: slice, x: Tensor, y: Tensor, squares: list[Tensor]) -> Last:
+        size, recipe = part.stop - part.start, self._planned.recipe
+        some = [square[:size] for square in squares]
+        return chains.all_but_last(
+            recipe.form, self._planned.launches[size], x[part], y[part], some, self._triples, recipe.restarts
+        )
+
     def _captured(self, launched: Callable[[], Last]) -> _Replay | None:
         """A graph of these launches, which it does not run; None, and one warning, where they cannot be captured."""
         graph, stream = torch.cuda.CUDAGraph(), self._workspace.capture_stream
@@ -211,7 +257,7 @@ class GroupChain:
         try:
             with torch.cuda.stream(stream):
                 # Other threads (a data loader's, NCCL's) may allocate meanwhile.
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._workspace.pool, capture_error_mode="thread_local")
                 try:
                     last = launched()
                 finally:

@@ -19,7 +19,7 @@ from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, default_dt
 from dmuon_tune.recipe import groups as cut
 
 from .ends import Ends, resolve_ends
-from .execution import GIVEN, GroupChain, Momentum
+from .execution import GroupChain, Momentum
 from .plan import GroupPlan, Plan, device_context, plan, report_failures
 from .resolve import Resolver
 from .static import Workspace
@@ -95,7 +95,7 @@ class GramNewtonSchulz:
             for part, group in cut_batch(batch, rows, cols):
                 chain, ends = self._bound(group, device, dtype, "none", dtype, False)
                 some, out = (matrices, polars) if group.batch == batch else (matrices[part], polars[part])
-                chain.polar(some.contiguous(), GIVEN, ends, out)
+                chain.polar(some.contiguous(), ends, out)
         return result
 
     def plan_for(self, groups: Sequence[Group], device: torch.device) -> Plan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +86,11 @@ class Workspace:
         if self._stream is not None and self._stream != current:
             current.wait_stream(self._stream)
         self._stream = current
+
+    @cached_property
+    def pool(self) -> Any:
+        """Memory that all graphs share for what lives only while one runs: they run one after another."""
+        return torch.cuda.graph_pool_handle()
 
     @property
     def capture_stream(self) -> torch.cuda.Stream:

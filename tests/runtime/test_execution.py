@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group
-from dmuon_tune.runtime import GramNewtonSchulz, Muon
-from dmuon_tune.runtime.execution import Momentum
+from dmuon_tune.runtime import GramNewtonSchulz, Muon, execution
+from dmuon_tune.runtime.execution import GroupChain, Momentum
 from dmuon_tune.runtime.static import Static, Workspace
 
 CPU = torch.device("cpu")
@@ -90,8 +93,44 @@ def test_a_result_at_an_odd_address_is_written_through_an_aligned_buffer() -> No
         asked.append(y.data_ptr() % 16)
         ends.last[2](q, given, y, *scalars)
 
-    chain.polar(x, Momentum(), dataclasses.replace(ends, last={2: noted}), odd)
+    chain.polar(x, dataclasses.replace(ends, last={2: noted}), odd)
     assert asked == [0] and torch.equal(odd, run(x))
+
+
+class Recorded:
+    """Stands in for a CUDA graph: keeps the launches as they were captured and runs them again at each replay."""
+
+    def __init__(self, launched: Any) -> None:
+        self.replay, self.replays = self._run, 0
+        self._launched = launched
+
+    def _run(self) -> None:
+        self.replays += 1
+        self._launched()
+
+
+def test_replays_read_and_write_where_the_caller_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def captured(chain: GroupChain, launched: Any) -> Any:
+        captures.append(Recorded(launched))
+        return execution._Replay(captures[-1], launched(), chain._workspace.version)
+
+    captures: list[Recorded] = []
+    monkeypatch.setattr(GroupChain, "_captured", captured)
+    run, group = GramNewtonSchulz(dtype="float32"), Group(2, 6, 20)
+    momentum = kernel("momentum.library")
+    problem = Problem("momentum", 2, 6, 20, 1, "float32", "float32")
+    by_address = momentum.build(problem, momentum.Config(), fingerprint("cpu"))
+    chain, ends = run._bound(group, CPU, torch.float32, "none", torch.float32, False)
+    ends = dataclasses.replace(ends, first=by_address)
+    monkeypatch.setattr(chain, "_graphs", True)
+    outs = [torch.empty(2, 6, 20) for _ in range(6)]
+    want = GramNewtonSchulz(dtype="float32")
+    for turn in range(4):
+        for index, out in enumerate(outs):
+            x = gaussian(2, 6, 20, seed=10 * turn + index)
+            chain.polar(x, ends, out.fill_(float("nan")))
+            torch.testing.assert_close(out, want(x))
+    assert len(chain._wholes) == execution.MAX_WHOLE_GRAPHS and all(graph.replays for graph in captures)
 
 
 def test_momentum_of_another_dtype_or_storage_order_is_updated_in_place() -> None:
@@ -153,6 +192,11 @@ def test_replays_follow_the_input_and_allocate_nothing() -> None:
     larger = gaussian(8, 192, 512).cuda()
     for x in [*inputs, larger, *inputs, inputs[0].mT, *inputs]:  # the larger one moves the buffers
         assert torch.equal(run(x), eager(x))
+    for x in inputs:  # results at one address: the whole chain becomes a graph, whatever the input's address
+        assert torch.equal(run(x), eager(x))
+    kept = [(run(x), x) for x in inputs * 3]  # results at many
+    assert all(torch.equal(result, eager(x)) for result, x in kept)
+    del kept
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(100):
