@@ -30,29 +30,27 @@ class Static:
     def holding(self, values: Sequence[float]) -> Tensor:
         """The tensor, (len,) or (len / columns, columns), with these values; a range is written by one launch."""
         if capturing(self._device):
-            return self._shaped(_written(self._empty(len(values)), values, in_capture=True))
+            return _written(self._empty(len(values)), values, in_capture=True)
         if self._tensor is None or self._values is None or len(self._values) != len(values):
             self._tensor, self._values = self._empty(len(values)), None
         if values != self._values:
             _written(self._tensor, values, in_capture=False)
             self._values = values
-        return self._shaped(self._tensor)
+        return self._tensor
 
     def _empty(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=self._dtype, device=self._device)
-
-    def _shaped(self, tensor: Tensor) -> Tensor:
-        return tensor.view(-1, self._columns) if self._columns else tensor
+        shape = (count // self._columns, self._columns) if self._columns else (count,)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
 def _written(tensor: Tensor, values: Sequence[float], in_capture: bool) -> Tensor:
     if isinstance(values, range):
         torch.arange(values.start, values.stop, values.step, dtype=tensor.dtype, out=tensor)
     elif in_capture:  # a copy from host memory cannot be captured, a kernel's argument can
-        for place, value in zip(tensor.unbind(), values, strict=True):
+        for place, value in zip(tensor.view(-1).unbind(), values, strict=True):
             place.fill_(value)
     else:  # from pageable memory: the driver has taken the values when the call returns
-        tensor.copy_(torch.tensor(values, dtype=tensor.dtype), non_blocking=True)
+        tensor.copy_(torch.tensor(values, dtype=tensor.dtype).view(tensor.shape), non_blocking=True)
     return tensor
 
 
