@@ -13,8 +13,8 @@ from cutlass.utils import hopper_helpers as hopper
 from dmuon_tune.problem import Problem
 
 from . import _cutedsl_polar_ops as ops
-from ._cutedsl_polar_exchange import CHUNK_BYTES, PolarExchange
-from ._cutedsl_polar_memory import DTYPES, EXCHANGE, PANEL, PANEL_BYTES
+from ._cutedsl_polar_exchange import CHUNK_BYTES, PART, PolarExchange
+from ._cutedsl_polar_memory import DTYPES, PANEL, PANEL_BYTES, TRIALS
 from ._cutedsl_polar_space import CHUNK, HALF, POLAR_THREADS, PolarConfig, smem_bytes
 from .polar_small import schedule
 
@@ -44,22 +44,26 @@ def _tensor(dtype: str, shape: tuple[int, ...]):
 
 
 class SmallPolar(PolarExchange):
-    """X ← aX + (bA + cA²)X, A = XXᵀ, for matrices of at most 256 rows and columns, X held in shared memory.
+    """X ← aX + (bA + cA²)X, A = XXᵀ, for matrices of at most 256 rows, X held in shared memory.
 
-    One block where m ≤ 128, else a cluster of two: a block owns 128 rows of X, of A and of P = bA + cA², two
-    warpgroups of 64 rows each. Rows are numbered with the own half first, so both blocks run the same code.
-    A block keeps all of X (own, other) and of A three quarters: its diagonal square, its rows of the square beside
-    it (whose transpose is the one below: wgmma reads either order) and the other block's diagonal square.
-    The own rows of A and P pass from accumulators to wgmma's A operand in registers. Per step the blocks exchange
-    128 rows of X and one square of A, by bulk copies that count on the receiver's barrier; the products that need
-    only own rows run meanwhile.
+    A matrix has one block where m ≤ 128, else two: each owns 128 rows of X, of A and of P = bA + cA², two warpgroups of
+    64 rows. Rows are numbered with the own half first, so both run the same code. A block keeps all of X (own, other)
+    and of A three quarters: its diagonal square, its rows of the square beside it (whose transpose is the one below:
+    wgmma reads either order) and the other block's diagonal square. P passes from accumulators to wgmma's A operand in
+    registers. Per step the blocks exchange 128 rows of X and one square of A.
+
+    Column groups: as many times that, each with its own columns of X; A is summed over them.
+
+    Rounding, storing and sending overlap with products that do not need them: a step's own square of A is formed while
+    rows of X come, A² is begun while A is stored, X is updated by P's own columns while its others are not yet summed.
     """
 
     def __init__(self, problem: Problem, config: PolarConfig, sm_count: int) -> None:
         super().__init__(problem, config)
         self.steps = schedule(problem)[0]
         self.k_blocks = -(-min(self.n, self.cols) // 16)
-        self.clusters = min(self.batch, sm_count // self.blocks)
+        self.blocks_per_sm = config.blocks_per_sm
+        self.clusters = min(self.batch, sm_count * self.blocks_per_sm // self.blocks)
         self.smem_bytes = smem_bytes(problem, config)
 
     @cute.jit
@@ -75,22 +79,17 @@ class SmallPolar(PolarExchange):
         turned_layout = cute.tile_to_shape(cols, (HALF, HALF), order=(1, 0))
         shape = {"atom_layout_mnk": (2, 1, 1), "tiler_mn": (64, CHUNK)}
         memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        gram_mma = hopper.make_trivial_tiled_mma(
-            Float16, Float16, k_major, k_major, Float32, a_source=memory, **shape
-        )
-        straight_mma = hopper.make_trivial_tiled_mma(
-            Float16, Float16, k_major, k_major, Float32, a_source=registers, **shape
-        )
-        turned_mma = hopper.make_trivial_tiled_mma(
-            Float16, Float16, k_major, mn_major, Float32, a_source=registers, **shape
+        mma, mma_turned, mma_apply = (
+            hopper.make_trivial_tiled_mma(Float16, Float16, k_major, major, Float32, a_source=source, **shape)
+            for major, source in ((k_major, memory), (mn_major, memory), (mn_major, registers))
         )
         self._kernel(
-            u, coefficients, y, norm_factor, gram_mma, straight_mma, turned_mma, x_layout, square_layout, turned_layout
+            u, coefficients, y, norm_factor, mma, mma_turned, mma_apply, x_layout, square_layout, turned_layout
         ).launch(
             grid=[self.clusters * self.blocks, 1, 1],
             block=[POLAR_THREADS, 1, 1],
             cluster=[self.blocks, 1, 1],
-            max_number_threads=[POLAR_THREADS, 1, 1],
+            max_number_threads=[POLAR_THREADS * self.blocks_per_sm, 1, 1],  # caps the registers
             min_blocks_per_mp=1,
             smem=self.smem_bytes,
             use_pdl=True,
@@ -104,9 +103,9 @@ class SmallPolar(PolarExchange):
         coefficients: cute.Tensor,
         y: cute.Tensor,
         norm_factor: Float32,
-        gram_mma: cute.TiledMma,
-        straight_mma: cute.TiledMma,
-        turned_mma: cute.TiledMma,
+        mma: cute.TiledMma,
+        mma_turned: cute.TiledMma,
+        mma_apply: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         square_layout: cute.ComposedLayout,
         turned_layout: cute.ComposedLayout,
@@ -123,12 +122,12 @@ class SmallPolar(PolarExchange):
         own = self._matrix(smem, square_layout)
         beside = self._matrix(smem, square_layout) if self.halves == 2 else None
         other = self._matrix(smem, square_layout) if self.halves == 2 else None
-        sums = smem.allocate_tensor(Float32, cute.make_layout((EXCHANGE, self.blocks)), byte_alignment=16)
-        partial = smem.allocate_tensor(Float32, cute.make_layout((EXCHANGE, POLAR_THREADS // 32)), byte_alignment=16)
-        barriers = smem.allocate_array(Int64, 3, byte_alignment=8)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((TRIALS, self.blocks)), byte_alignment=8)
+        partial = smem.allocate_tensor(Float32, cute.make_layout((TRIALS, POLAR_THREADS // 32)), byte_alignment=8)
+        barriers = smem.allocate_array(Int64, 4, byte_alignment=8)
         if cutlass.const_expr(self.blocks > 1):
             if thread == 0:
-                for i in cutlass.range_constexpr(3):
+                for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(barriers + i, 1)
                 cute.arch.mbarrier_init_fence()
             self._expect(barriers, thread)
@@ -141,24 +140,29 @@ class SmallPolar(PolarExchange):
         leader = Int32(thread % 128 == 0)
         places = self._places(thread)
         phase = Int32(0)
+        late = self.chunks - 1
         index = block // self.blocks
         while index < self.batch:
             self._load(u, norm_factor, x_own, sums, partial, index, rank, thread)
+            self._share(x_own, x_other, 0, late * CHUNK // PANEL, barriers, rank, group, leader)
+            self._arrive()
             for step in cutlass.range(self.steps, unroll=1):
-                self._share(x_own, x_other, barriers, rank, group, leader, self.cols // PANEL)
                 a, b, c = (coefficients[step, i] for i in range(3))
                 b = b * Float32(self.scale**-2)
                 c = c * Float32(self.scale**-4)
-                first, second = self._gram(
-                    gram_mma, x_own, x_other, own, beside, other, barriers, phase, rank, group, leader, places, thread
+                going_on = leader
+                if step + 1 == self.steps:
+                    going_on = Int32(0)
+                straight, across = self._squares(
+                    mma, mma_turned, x_own, x_other, own, beside, other, turned_layout, barriers, phase, rank, group,
+                    leader, places, thread,
                 )
-                first, second = self._polynomial(
-                    straight_mma, turned_mma, own, beside, other, turned_layout, first, second, barriers, phase, b, c,
-                    places, thread,
+                self._apply(
+                    mma_apply, x_own, x_other, own, beside, turned_layout, straight, across, (a, b, c), barriers, rank,
+                    group, going_on, places, thread,
                 )
-                self._apply(turned_mma, x_own, x_other, turned_layout, first, second, a, places)
                 phase = phase ^ 1
-            cute.arch.sync_threads()
+            self._wait()
             self._store(y, x_own, index, rank, thread)
             index += self.clusters
 
@@ -166,7 +170,7 @@ class SmallPolar(PolarExchange):
     def _matrix(self, smem, layout):
         return smem.allocate_tensor(Float16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    # Products. A half's accumulator: 64 rows of a warpgroup × 128 columns, 64 values a thread.
+    # Products. An accumulator: 64 rows of a warpgroup × 128 columns, 64 values a thread.
 
     @cute.jit
     def _accumulator(self, mma):
@@ -174,84 +178,76 @@ class SmallPolar(PolarExchange):
         return acc
 
     @cute.jit
-    def _multiply(self, mma, acc, a, b, blocks: cutlass.Constexpr[int], begin: cutlass.Constexpr[bool]):
-        """acc ← A·Bᵀ where it begins, else acc + A·Bᵀ, over blocks of 16 along the inner axis."""
+    def _rows(self, mma, matrix, group):
+        """The warpgroup's rows of a matrix in shared memory, as wgmma's A operand."""
+        return mma.make_fragment_A(mma.get_slice(group * 128).partition_A(matrix))
+
+    @cute.jit
+    def _multiply(
+        self, mma, acc, a, matrix, blocks: cutlass.Constexpr[int], begin: cutlass.Constexpr[bool]
+    ):
+        """acc ← A·Bᵀ where it begins, else acc + A·Bᵀ, over blocks of 16 along the inner axis; one group of wgmma."""
+        b = mma.make_fragment_B(mma.get_slice(0).partition_B(matrix))
+        warpgroup.fence()
         for block in cutlass.range_constexpr(blocks):
             mma.set(warpgroup.Field.ACCUMULATE, not begin or block > 0)
             cute.gemm(mma, acc, a[(None, None, block)], b[(None, None, block)], acc)
-
-    @cute.jit
-    def _operand(self, mma, matrix):
-        return mma.make_fragment_B(mma.get_slice(0).partition_B(matrix))
-
-    @cute.jit
-    def _gram(
-        self, mma, x_own, x_other, own, beside, other, barriers, phase, rank, group, leader, places, thread
-    ):
-        """The own rows of A = XXᵀ, as two A operands and in shared memory; the own square also to the other block."""
-        rows = mma.make_fragment_A(mma.get_slice(group * 128).partition_A(x_own))
-        cute.arch.sync_threads()
-        left = self._accumulator(mma)
-        warpgroup.fence()
-        self._multiply(mma, left, rows, self._operand(mma, x_own), self.k_blocks, True)
         warpgroup.commit_group()
+
+    @cute.jit
+    def _squares(
+        self, mma, mma_turned, x_own, x_other, own, beside, other, turned_layout, barriers, phase, rank, group, leader,
+        places, thread,
+    ):
+        """A = XXᵀ into shared memory, then the own rows of A² begun: accumulators of the own and the other columns.
+
+        The rows of X that come last and the other block's square of A come while products of own rows run, and
+        accumulators are rounded and stored meanwhile.
+        """
+        two, blocks = self.halves == 2, HALF // 16
+        rows = self._rows(mma, x_own, group)
+        left = self._accumulator(mma)
+        self._multiply(mma, left, rows, x_own, self.k_blocks, True)
+        self._wait()
+        late = (self.chunks - 1) * CHUNK // PANEL
+        self._share(x_own, x_other, late, CHUNK // PANEL, barriers, rank, group, leader)
         right = left
-        if cutlass.const_expr(self.halves == 2):
+        if cutlass.const_expr(two):
             cute.arch.mbarrier_wait(barriers, phase)
             right = self._accumulator(mma)
-            warpgroup.fence()
-            self._multiply(mma, right, rows, self._operand(mma, x_other), self.k_blocks, True)
-            warpgroup.commit_group()
+            self._multiply(mma, right, rows, x_other, self.k_blocks, True)
+        warpgroup.wait_group(self.halves - 1)
         if cutlass.const_expr(self.groups > 1):
-            warpgroup.wait_group(0)
-            self._sum(left, right, own, other, barriers, phase, rank, group, leader, places, thread)
-            first = self._fetched(own.iterator.toint(), places)
-            second = first
-            if cutlass.const_expr(self.halves == 2):
-                second = self._fetched(beside.iterator.toint(), places)
-        else:
-            warpgroup.wait_group(self.halves - 1)
-            first = self._rounded(left)
-            self._keep(first, own.iterator.toint(), places)
-            second = first
-            if cutlass.const_expr(self.halves == 2):
-                self._share(own, other, barriers + 1, rank, group, leader, HALF // PANEL)
+            sums = cute.make_rmem_tensor((PART, self.parts), Float32)
+            sums.fill(0.0)
+            self._part(left, 0, sums, own, barriers, rank, thread)
+            if cutlass.const_expr(two):
                 warpgroup.wait_group(0)
-                second = self._rounded(right)
-                self._keep(second, beside.iterator.toint(), places)
-        cute.arch.fence_proxy("async.shared", space="cta")
+                self._part(right, 2, sums, own, barriers, rank, thread)
+            self._sum(sums, own, other, barriers, phase, rank, group, leader, places, thread)
+        else:
+            self._keep(self._rounded(left), own.iterator.toint(), places)
+        self._written()
         cute.arch.sync_threads()
-        return first, second
-
-    @cute.jit
-    def _polynomial(
-        self, straight, turned, own, beside, other, turned_layout, first, second, barriers, phase, b, c, places,
-        thread,
-    ):
-        """The own rows of P = bA + cA²."""
-        blocks = HALF // 16
-        left = self._accumulator(straight)
-        warpgroup.fence()
-        self._multiply(straight, left, first, self._operand(straight, own), blocks, True)
-        right = left
-        if cutlass.const_expr(self.halves == 2):
-            self._multiply(straight, left, second, self._operand(straight, beside), blocks, False)
-            right = self._accumulator(straight)
-            across = cute.make_tensor(beside.iterator, turned_layout.outer)
-            warpgroup.fence()
-            self._multiply(turned, right, first, self._operand(turned, across), blocks, True)
-            warpgroup.commit_group()
+        if cutlass.const_expr(self.groups == 1):
+            self._share(own, other, 0, HALF // PANEL, barriers + 1, rank, group, leader)
+        straight = self._accumulator(mma)
+        self._multiply(mma, straight, self._rows(mma, own, group), own, blocks, True)
+        across = straight
+        if cutlass.const_expr(two):
             if cutlass.const_expr(self.groups == 1):
-                cute.arch.mbarrier_wait(barriers + 1, phase)
-            warpgroup.fence()
-            self._multiply(straight, right, second, self._operand(straight, other), blocks, False)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        self._expect(barriers, thread)
-        first = self._combined(left, b, c, own.iterator.toint(), places)
-        if cutlass.const_expr(self.halves == 2):
-            second = self._combined(right, b, c, beside.iterator.toint(), places)
-        return first, second
+                warpgroup.wait_group(1)
+                self._keep(self._rounded(right), beside.iterator.toint(), places)
+                self._written()
+                cute.arch.sync_threads()
+            rest = self._rows(mma, beside, group)
+            self._multiply(mma, straight, rest, beside, blocks, False)
+            across = self._accumulator(mma)
+            turned = cute.make_tensor(beside.iterator, turned_layout.outer)
+            self._multiply(mma_turned, across, self._rows(mma_turned, own, group), turned, blocks, True)
+            cute.arch.mbarrier_wait(barriers + 1, phase)
+            self._multiply(mma, across, rest, other, blocks, False)
+        return straight, across
 
     @cute.jit
     def _combined(self, acc, b, c, address, places):
@@ -266,20 +262,56 @@ class SmallPolar(PolarExchange):
         return result
 
     @cute.jit
-    def _apply(self, mma, x_own, x_other, turned_layout, first, second, a, places):
-        """The own rows of X ← aX + PX, in place once no block reads them any more."""
-        blocks = HALF // 16
+    def _apply(
+        self, mma, x_own, x_other, own, beside, turned_layout, straight, across, triple, barriers, rank, group,
+        going_on, places, thread,
+    ):
+        """P = bA + cA², then the own rows of X ← aX + PX, in place as soon as no block reads a chunk's columns.
+
+        P's own columns multiply while its others are still being summed up, and a chunk is rounded, stored and sent
+        while the next one multiplies. The last one is sent in the next step.
+        """
+        two, blocks = self.halves == 2, HALF // 16
+        a, b, c = triple
+        address = x_own.iterator.toint()
+        warpgroup.wait_group(2 * (self.halves - 1))
+        first = self._combined(straight, b, c, own.iterator.toint(), places)
+        second = first
         results = []
         for chunk in cutlass.range_constexpr(self.chunks):
             acc = self._accumulator(mma)
-            self._recall(acc, a, x_own.iterator.toint() + chunk * CHUNK_BYTES, places)
-            warpgroup.fence()
-            for factor, matrix in ((first, x_own), (second, x_other))[: self.halves]:
-                part = cute.make_tensor(matrix.iterator + chunk * HALF * CHUNK, turned_layout.outer)
-                self._multiply(mma, acc, factor, self._operand(mma, part), blocks, False)
-            warpgroup.commit_group()
+            self._recall(acc, a, address + chunk * CHUNK_BYTES, places)
+            self._multiply(mma, acc, first, self._turned(x_own, chunk, turned_layout), blocks, False)
+            if cutlass.const_expr(two):
+                if cutlass.const_expr(chunk == 0):
+                    warpgroup.wait_group(1)
+                    self._expect(barriers, thread)
+                    second = self._combined(across, b, c, beside.iterator.toint(), places)
+                self._multiply(mma, acc, second, self._turned(x_other, chunk, turned_layout), blocks, False)
             results.append(acc)
-        warpgroup.wait_group(0)
-        self._pass()
+        if cutlass.const_expr(self.halves == 1):
+            self._expect(barriers, thread)
         for chunk in cutlass.range_constexpr(self.chunks):
-            self._keep(self._rounded(results[chunk]), x_own.iterator.toint() + chunk * CHUNK_BYTES, places)
+            last = chunk == self.chunks - 1
+            warpgroup.wait_group((self.chunks - 1 - chunk) * self.halves)
+            # Reads alone come before the barriers: they are done, so nothing need be made visible.
+            if cutlass.const_expr(two or last):
+                self._arrive()
+            if cutlass.const_expr(two and not last):
+                self._wait()
+            else:
+                cute.arch.sync_threads()
+            self._keep(self._rounded(results[chunk]), address + chunk * CHUNK_BYTES, places)
+            self._written()
+            if cutlass.const_expr(last):
+                cute.arch.sync_threads()
+            else:
+                self._group_barrier(group)
+                self._share(
+                    x_own, x_other, chunk * CHUNK // PANEL, CHUNK // PANEL, barriers, rank, group, going_on
+                )
+
+    @cute.jit
+    def _turned(self, matrix, chunk, turned_layout):
+        """A chunk's columns of X's rows in shared memory, as the B operand of a product with rows of X."""
+        return cute.make_tensor(matrix.iterator + chunk * HALF * CHUNK, turned_layout.outer)

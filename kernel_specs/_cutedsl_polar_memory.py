@@ -17,10 +17,11 @@ DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16, "float32": c
 PANEL = 64  # fp16 columns of a 128-byte swizzled line; a half matrix is stored panel after panel
 PANEL_BYTES = HALF * PANEL * 2
 VECTOR = 8  # elements a thread reads or writes at once in device memory
-EXCHANGE = 4  # floats a block shares of its sums
-# Sums of squares of u·2^-80, u and u·2^80: for any finite norm one of them neither overflows nor loses bits.
+# The sum of squares is taken of u, and where it comes out of range of u·2^-80 or u·2^80: for any finite norm one of
+# them neither overflows nor loses bits.
 LOW, HIGH = 2.0**-80, 2.0**80
 SAFE_LOW, SAFE_HIGH = 2.0**-90, 2.0**120
+TRIALS = 2
 
 
 class PolarMemory:
@@ -120,17 +121,15 @@ class PolarMemory:
         row, col = self._first(thread)
         top, left = self._corner(rank)
         raw = cute.make_rmem_tensor((VECTOR, self.vectors), self.dtype)
-        low, middle, high = Float32(0.0), Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(self.vectors):
             self._read(u, raw[(None, i)], index, top + row + i * self.row_step, left + col)
-        for i in cutlass.range_constexpr(self.vectors):
-            for e in cutlass.range_constexpr(VECTOR):
-                value = raw[e, i].to(Float32)
-                below, above = value * Float32(LOW), value * Float32(HIGH)
-                low += below * below
-                middle += value * value
-                high += above * above
-        prescale, factor = self._factor(norm_factor, low, middle, high, sums, partial, rank, thread)
+        prescale = Float32(1.0)
+        square = self._square(raw, prescale, 0, sums, partial, rank, thread)
+        in_range = (square >= Float32(SAFE_LOW)) & (square <= Float32(SAFE_HIGH))
+        if not in_range:
+            prescale = Float32(HIGH) if square < Float32(SAFE_LOW) else Float32(LOW)
+            square = self._square(raw, prescale, 1, sums, partial, rank, thread)
+        factor = self._factor(norm_factor, square)
         lines = self._lines(x_own.iterator.toint(), row, col)
         for i in cutlass.range_constexpr(self.vectors):
             words = []
@@ -149,38 +148,42 @@ class PolarMemory:
         cute.arch.sync_threads()
 
     @cute.jit
-    def _factor(self, norm_factor, low, middle, high, sums, partial, rank, thread):
-        """(prescale, factor), whose product normalizes U; summed in a fixed order. NaN where the norm is not finite."""
-        warp = thread // 32
-        own = [cute.arch.warp_reduction_sum(value) for value in (low, middle, high)]
+    def _square(self, raw, prescale, trial: cutlass.Constexpr[int], sums, partial, rank, thread):
+        """‖prescale · U‖_F², summed in a fixed order over the thread's values, its warp, the block and its cluster."""
+        chains = [Float32(0.0) for _ in range(4)]  # independent sums: one would wait for each addition
+        for i in cutlass.range_constexpr(self.vectors):
+            for e in cutlass.range_constexpr(VECTOR):
+                value = raw[e, i].to(Float32) * prescale
+                chains[e % 4] = chains[e % 4] + value * value
+        total = (chains[0] + chains[1]) + (chains[2] + chains[3])
+        total = cute.arch.warp_reduction_sum(total)
         if thread % 32 == 0:
-            for i in cutlass.range_constexpr(3):
-                partial[i, warp] = own[i]
+            partial[trial, thread // 32] = total
         cute.arch.sync_threads()
-        if thread < 3:
+        if thread == 0:
             total = Float32(0.0)
-            for i in cutlass.range_constexpr(POLAR_THREADS // 32):
-                total += partial[thread, i]
-            sums[thread, rank] = total
-            slot = sums.iterator + (rank * EXCHANGE + thread)
+            for warp in cutlass.range_constexpr(POLAR_THREADS // 32):
+                total += partial[trial, warp]
+            sums[trial, rank] = total
+            slot = sums.iterator + (rank * TRIALS + trial)
             for away in cutlass.range_constexpr(1, self.blocks):
                 to = (rank + away) % self.blocks
                 ops.store_remote(cute.arch.map_dsmem_ptr(slot, to).toint(), total)
         self._meet()
-        low, middle, high = sums[0, 0], sums[1, 0], sums[2, 0]
-        for block in cutlass.range_constexpr(1, self.blocks):
-            low, middle, high = low + sums[0, block], middle + sums[1, block], high + sums[2, block]
-        prescale, square = Float32(1.0), middle
-        if middle < Float32(SAFE_LOW):
-            prescale, square = Float32(HIGH), high
-        if middle > Float32(SAFE_HIGH):
-            prescale, square = Float32(LOW), low
+        total = Float32(0.0)
+        for block in cutlass.range_constexpr(self.blocks):
+            total += sums[trial, block]
+        return total
+
+    @cute.jit
+    def _factor(self, norm_factor, square):
+        """What the prescaled U is multiplied by; zero for a zero matrix, NaN where the norm is not finite."""
         factor = Float32(self.scale) / (norm_factor * cute.math.sqrt(square))
         if square == Float32(0.0):
             factor = Float32(0.0)
-        if low == Float32(float("inf")):
+        if square == Float32(float("inf")):
             factor = Float32(float("nan"))
-        return prescale, factor
+        return factor
 
     @cute.jit
     def _store(self, y, x_own, index, rank, thread):
@@ -189,15 +192,20 @@ class PolarMemory:
         lines = self._lines(x_own.iterator.toint(), row, col)
         out = cute.make_rmem_tensor(VECTOR, self.out_dtype)
         back = Float32(1.0 / self.scale)
+        # All reads first: each waits for shared memory.
+        values = []
         for i in cutlass.range_constexpr(self.vectors):
             offset = i * self.row_step * PANEL * 2
             if cutlass.const_expr(self.row_major):
-                words = ops.load_words(lines[0] + offset)
-                for e in cutlass.range_constexpr(0, VECTOR, 2):
-                    even, odd = ops.unpack(words[e // 2])
-                    out[e] = (even * back).to(self.out_dtype)
-                    out[e + 1] = (odd * back).to(self.out_dtype)
+                values.append(ops.load_words(lines[0] + offset))
             else:
-                for e in cutlass.range_constexpr(VECTOR):
-                    out[e] = (ops.load_half(lines[e] + offset) * back).to(self.out_dtype)
+                values.append(tuple(ops.load_half(lines[e] + offset) for e in range(VECTOR)))
+        for i in cutlass.range_constexpr(self.vectors):
+            for e in cutlass.range_constexpr(0, VECTOR, 2):
+                if cutlass.const_expr(self.row_major):
+                    even, odd = ops.unpack(values[i][e // 2])
+                else:
+                    even, odd = values[i][e], values[i][e + 1]
+                out[e] = (even * back).to(self.out_dtype)
+                out[e + 1] = (odd * back).to(self.out_dtype)
             self._write(y, out, index, top + row + i * self.row_step, left + col)

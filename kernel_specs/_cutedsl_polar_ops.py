@@ -34,28 +34,43 @@ def send(target: Int32, source: Int32, size: Int32, barrier: Int32, chosen: Int3
 
 
 @dsl_user_op
-def send_floats(
-    target: Int32, a: Float32, b: Float32, c: Float32, d: Float32, barrier: Int32, *, loc=None, ip=None
-) -> None:
-    """Four floats to another block's shared memory; counted there by the barrier when they have come."""
-    operands = [value.ir_value(loc=loc, ip=ip) for value in (target, a, b, c, d, barrier)]
-    store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];"
+def expect(barrier: Int32, size: Int32, chosen: Int32, *, loc=None, ip=None) -> None:
+    """Set a barrier of this block up for ``size`` bytes; by the thread that is ``chosen``, as in ``send``."""
+    operands = [value.ir_value(loc=loc, ip=ip) for value in (barrier, size, chosen)]
+    arrive = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
     llvm.inline_asm(
-        None, operands, store, "r,f,f,f,f,r,~{memory}", has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        None, operands, "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p " + arrive + " }", "r,r,r,~{memory}",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )
 
 
 @dsl_user_op
-def load_floats(address: Int32, *, loc=None, ip=None):
-    """Four floats of shared memory."""
-    single = ir.F32Type.get()
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([single] * 4), [address.ir_value(loc=loc, ip=ip)],
-        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r,~{memory}",
+def send_words(
+    target: Int32, a: Int32, b: Int32, c: Int32, d: Int32, barrier: Int32, chosen: Int32, *, loc=None, ip=None
+) -> None:
+    """16 bytes from registers to another block's shared memory; counted there by the barrier when they have come.
+
+    By the threads that are ``chosen``, as in ``send``.
+    """
+    operands = [value.ir_value(loc=loc, ip=ip) for value in (target, a, b, c, d, barrier, chosen)]
+    store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0], {$1, $2, $3, $4}, [$5];"
+    llvm.inline_asm(
+        None, operands, "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p " + store + " }", "r,r,r,r,r,r,r,~{memory}",
         has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )
-    return tuple(Float32(llvm.extractvalue(single, found, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def select(chosen: Int32, one: Float32, other: Float32, *, loc=None, ip=None) -> Float32:
+    """``one`` where chosen, without a branch."""
+    operands = [value.ir_value(loc=loc, ip=ip) for value in (one, other, chosen)]
+    return Float32(
+        llvm.inline_asm(
+            ir.F32Type.get(), operands, "{ .reg .pred p; setp.ne.b32 p, $3, 0; selp.f32 $0, $1, $2, p; }",
+            "=f,f,f,r", has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc, ip=ip,
+        )
+    )
 
 
 @dsl_user_op
