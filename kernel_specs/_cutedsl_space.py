@@ -183,7 +183,12 @@ _OFF_LINES = 0.8  # of the speed of turns is left where rows do not start on 128
 
 
 def heuristic(problem: Problem, device: DeviceFingerprint) -> SymmetricConfig:
-    """Of a few configurations, cut to the problem's size, the one whose rounds over the triangle cost the least."""
+    """The first of ``seeds``."""
+    return seeds(problem, device)[0]
+
+
+def seeds(problem: Problem, device: DeviceFingerprint) -> list[SymmetricConfig]:
+    """A few configurations, cut to the problem's size, those first whose rounds over the triangle cost the least."""
 
     def cost(entry: tuple[SymmetricConfig, float, int]) -> float:
         config, speed, store = entry
@@ -198,7 +203,7 @@ def heuristic(problem: Problem, device: DeviceFingerprint) -> SymmetricConfig:
 
     cut = [(_cut(problem, config), speed, store) for config, speed, store in _UNTUNED]
     legal = [entry for entry in cut if illegality(problem, entry[0], device) is None]
-    return min(legal or cut, key=cost)[0]
+    return [config for config, _, _ in sorted(legal or cut, key=cost)]
 
 
 def _cut(problem: Problem, config: SymmetricConfig) -> SymmetricConfig:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dmuon_tune.spec import KernelSpec
 
-from ._cutedsl_space import SOURCES, SymmetricConfig, heuristic, illegality, program, refusal
+from ._cutedsl_space import SOURCES, SymmetricConfig, heuristic, illegality, program, refusal, seeds
 
 KERNEL = KernelSpec(
-    "gemm_symmetric", "cutedsl", SymmetricConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic
+    "gemm_symmetric", "cutedsl", SymmetricConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic,
+    seeds=seeds,
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dmuon_tune.spec import KernelSpec
 
-from ._cutedsl_space import SOURCES, SymmetricConfig, heuristic, illegality, program, refusal
+from ._cutedsl_space import SOURCES, SymmetricConfig, heuristic, illegality, program, refusal, seeds
 
-KERNEL = KernelSpec("gram", "cutedsl", SymmetricConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic)
+KERNEL = KernelSpec(
+    "gram", "cutedsl", SymmetricConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic, seeds=seeds
+)
