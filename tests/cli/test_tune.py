@@ -260,7 +260,7 @@ def test_without_a_compiler_doctor_and_tune_say_what_to_install(run: Run, monkey
 
 
 def test_ctrl_c_keeps_what_was_measured(own_cache: Path) -> None:
-    shapes = ",".join(f"2x8x{24 + extra}" for extra in range(10))  # 21 products: far from done when interrupted
+    shapes = ",".join(f"2x8x{24 + extra}" for extra in range(6))  # 13 products: far from done when interrupted
     command = [
         sys.executable, "-m", "dmuon_tune", "tune", "--shapes", shapes, "--device", "cpu", "--backends", "library",
         "--format", "json",
@@ -279,6 +279,6 @@ def test_ctrl_c_keeps_what_was_measured(own_cache: Path) -> None:
     assert err.splitlines()[-1] == "dmuon-tune: interrupted; what was measured is kept: run the same command to go on"
     with Store.open(own_cache, read_only=True) as store:
         kept = store.counts()["ok"]
-    assert 1 <= kept < 21
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert 1 <= kept < 13
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
     assert json.loads(done.stdout)["reused"] == kept
