@@ -6,10 +6,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
 WINDOW_US = 8e3
+GRAPH_US, MAX_CALLS = 1e3, 64
 TOTAL_US = 2.5e5  # a method, by which slow ones get fewer windows
 MIN_WINDOWS, MAX_WINDOWS = 7, 15
 EAGER_WINDOW_US, EAGER_TOTAL_US = 2e3, 1e5
@@ -31,10 +33,26 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def graph_of(work: Work) -> Callable[[], None]:
-    """A replay of the captured work on a GPU; the work itself on a CPU."""
+class Replay(NamedTuple):
+    """``calls`` calls of some work at once."""
+
+    run: Callable[[], object]
+    calls: int = 1
+
+
+def graph_of(work: Work) -> Replay:
+    """A replay of so many captured calls that they take GRAPH_US on a GPU; the work itself on a CPU.
+
+    A graph of one short call would measure the gap between two replays, some 10 µs, as well.
+    """
     if not torch.cuda.is_available():
-        return lambda: (work(), None)[1]
+        return Replay(work)
+    once = _captured(work, 1)
+    calls = max(1, min(MAX_CALLS, round(GRAPH_US / _window_us(once, 3))))
+    return once if calls == 1 else _captured(work, calls)
+
+
+def _captured(work: Work, calls: int) -> Replay:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -43,32 +61,36 @@ def graph_of(work: Work) -> Callable[[], None]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        work()
-    return graph.replay
+        for _ in range(calls):
+            work()
+    return Replay(graph.replay, calls)
 
 
-def _window_us(replay: Callable[[], None], repeats: int) -> float:
+def _window_us(replay: Replay, repeats: int) -> float:
+    """Microseconds a call."""
     if not torch.cuda.is_available():
         begin = time.perf_counter()
         for _ in range(repeats):
-            replay()
-        return (time.perf_counter() - begin) / repeats * 1e6
+            replay.run()
+        return (time.perf_counter() - begin) / (repeats * replay.calls) * 1e6
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
-        replay()
+        replay.run()
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / repeats * 1e3
+    return start.elapsed_time(stop) / (repeats * replay.calls) * 1e3
 
 
-def interleaved(replays: Mapping[str, Callable[[], None]]) -> dict[str, dict[str, float]]:
+def interleaved(replays: Mapping[str, Replay]) -> dict[str, dict[str, float]]:
     """Name → spread in microseconds; windows of all are run in random order, so that drift hits them alike."""
-    repeats = {name: max(1, int(WINDOW_US / max(_window_us(replay, 2), 1.0))) for name, replay in replays.items()}
-    estimates = {name: _window_us(replay, repeats[name]) for name, replay in replays.items()}
+    repeats = {
+        name: max(1, int(WINDOW_US / max(_window_us(replay, 2) * replay.calls, 1.0)))
+        for name, replay in replays.items()
+    }
     counts = {
-        name: max(MIN_WINDOWS, min(MAX_WINDOWS, int(TOTAL_US / (us * repeats[name]))))
-        for name, us in estimates.items()
+        name: max(MIN_WINDOWS, min(MAX_WINDOWS, int(TOTAL_US / (us * repeats[name] * replays[name].calls))))
+        for name, us in ((name, _window_us(replay, repeats[name])) for name, replay in replays.items())
     }
     samples: dict[str, list[float]] = {name: [] for name in replays}
     for turn in range(MAX_WINDOWS):
@@ -116,7 +138,7 @@ def ceiling_flops(device: torch.device, dtype: torch.dtype) -> float:
     product = graph_of(lambda: torch.mm(a, b, out=out))
     begin = time.perf_counter()
     while time.perf_counter() < begin + BURN_IN_S:
-        product()
+        product.run()
         synchronize()
     found = interleaved({"product": product})
     return 2 * order**3 / found["product"]["median_us"] * 1e6

@@ -3,7 +3,8 @@
     python tools/bench_ns.py [--shapes 1x4096x4096,64x256x256] [--unseen] [--json out.json]
 
 Input and output are bf16, five steps, one restart before the third in the Gram form. ``graph`` is the GPU time of a
-CUDA-graph replay on the chain's own (warm) buffers: median, p20 and p80 over windows of all methods in random order.
+call in a CUDA graph of calls that take 1 ms, on the chain's own (warm) buffers: median, p20 and p80 over windows of all
+methods in random order.
 ``wall`` is an eager call in a row of calls, ``host`` the time until an eager call returns. ``xlimit`` divides the graph
 time by that of the chain's FLOPs (symmetric products counted once) at the ceiling measured in the same run. Errors are
 Frobenius norms relative to the polar factor and to the same recurrence in float64. Run ``dmuon-tune tune --shapes ...``
@@ -42,7 +43,7 @@ from _bench_methods import (
     recurrence,
     relative,
 )
-from _bench_timing import ceiling_flops, eager, graph_of, interleaved
+from _bench_timing import Replay, ceiling_flops, eager, graph_of, interleaved
 
 import dmuon_tune
 from dmuon_tune.backends.probe import fingerprint, resolve
@@ -122,7 +123,7 @@ class Bench:
     def time(self) -> None:
         """Add the times; ``graph_failed``, ``eager_failed`` say why some are missing."""
         u = self.u
-        replays: dict[str, Callable[[], None]] = {}
+        replays: dict[str, Replay] = {}
         for key, calls in self.calls.items():
             with guarded(self.results[key], "graph_failed"):
                 replays[key] = graph_of(lambda call=calls.captured: call(u))
