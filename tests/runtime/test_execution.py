@@ -147,6 +147,7 @@ def library_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that need no compilation, so that many optimizers can be made."""
     monkeypatch.setattr(resolve, "UNTUNED_FROM_M", {})
     monkeypatch.setattr(resolve, "UNTUNED_FUSED", {"momentum": ("triton",)})
+    monkeypatch.setattr(resolve, "UNTUNED_UPDATE", ())
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -234,8 +235,8 @@ def test_calls_on_two_streams_wait_for_each_other() -> None:
 @needs_gpu
 def test_weights_in_the_last_product_on_a_gpu(library_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for fused in ({"momentum": ("triton",)}, {"momentum": ("triton",), "apply w": ("cutedsl",)}):
-        monkeypatch.setattr(resolve, "UNTUNED_FUSED", fused)
+    for update in ((), ("cutedsl",)):
+        monkeypatch.setattr(resolve, "UNTUNED_UPDATE", update)
         weights = [nn.Parameter(gaussian(256, 1024, seed=i).cuda()) for i in range(2)]
         optimizer = Muon(weights, lr=0.1, weight_decay=0.5)
         for step in range(4):
