@@ -21,9 +21,9 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Pick
 from dmuon_tune.spec import KernelSpec
 
-# Untuned kernels, preferred first, where they beat the library on an H200 (2026-11-29): CuTe DSL's polar_small took 16 us
-# at 64x128x128 and 77 us at 12x256x1024; its apply took .90 of the library's time in the geometric mean of 29 shapes, 1.09
-# at worst, and writes any dtype without a copy.
+# Untuned kernels, preferred first, where they beat the library on an H200 (2026-11-29): CuTe DSL's polar_small took 16
+# us at 64x128x128 and 77 us at 12x256x1024; its apply took .90 of the library's time, the geometric mean of 29 shapes
+# (1.09 at worst), and writes any dtype without a copy.
 UNTUNED_FUSED = {"momentum": ("triton",), "polar_small": ("cutedsl", "triton"), "apply": ("cutedsl",)}
 UNTUNED_UPDATE = ("cutedsl", "triton")  # of apply with the weights' update
 # Untuned kernels of symmetric products, preferred first, each from the order m where it beat the library on an H200
