@@ -62,6 +62,8 @@ def illegality(problem: Problem, config: QuackConfig, device: DeviceFingerprint)
         return f"a {tile_m}×{tile_n} tile is too large for one ping-pong warpgroup"
     if not config.pingpong and tile_n > {192: 256, 256: 128, 320: 160}.get(tile_m, 256):
         return f"a {tile_m}×{tile_n} tile is too large for the registers of its warpgroups"
+    if problem.has_c and problem.layout == "row" and tile_m in (192, 320):
+        return f"QuACK 0.5.0's compiler aborts on {tile_m}×{tile_n} tiles beside a C in row layout"
     clusters = -(-problem.m // (tile_m * cluster_m))
     if config.swizzle > 4 and clusters <= 4:
         return f"{clusters} clusters a side are fewer than a smaller swizzle walks together"

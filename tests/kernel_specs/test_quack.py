@@ -72,6 +72,15 @@ def test_an_illegal_configuration_says_why(config: QuackConfig, word: str) -> No
     assert word in (KERNELS["gram"].illegality(problem(m=8192), config, H200) or "")
 
 
+@pytest.mark.parametrize("config", [QuackConfig(192, 192, 1, 1), QuackConfig(320, 160, 1, 2)])
+def test_tiles_that_its_compiler_aborts_on_are_illegal(config: QuackConfig) -> None:
+    spec = KERNELS["gemm_symmetric"]
+    rows, columns = (problem("gemm_symmetric", m=8192, layout=layout, epilogue="c") for layout in ("row", "col"))
+    assert "aborts" in (spec.illegality(rows, config, H200) or "")
+    assert spec.is_legal(columns, config, H200)
+    assert spec.is_legal(problem("gemm_symmetric", m=8192), config, H200)
+
+
 def test_the_space_holds_its_own_fixed_choice_and_the_measured_tiles() -> None:
     for m in (8, 256, 1000, 8192):
         space = KERNELS["gram"].legal_space(problem(m=m), H200)
@@ -138,8 +147,8 @@ def hopper() -> DeviceFingerprint:
 
 
 CONFIGS = (
-    QuackConfig(), QuackConfig(128, 128, 1, 1, True, 4), QuackConfig(64, 64, 1, 1, False, 4),
-    QuackConfig(192, 192, 1, 1), QuackConfig(320, 160, 1, 2), QuackConfig(64, 128, 2, 1, False, 4),
+    QuackConfig(), QuackConfig(192, 192, 1, 1, False, 4), QuackConfig(64, 64, 1, 1, False, 4),
+    QuackConfig(320, 160, 1, 2, False, 4), QuackConfig(128, 128, 1, 1, True, 4), QuackConfig(64, 128, 2, 1, False, 4),
 )
 
 
@@ -155,6 +164,7 @@ def test_results_match_float64(turn: int, hopper: DeviceFingerprint) -> None:
             op_name, batch, m, k if op_name == "gram" else m, layout=layout, dtype=dtype, epilogue=epilogue
         )
         if launch_turn == 0:
+            assert spec.illegality(asked, config, hopper) is None
             launch = BACKEND.compile(spec.build(asked, config, hopper), asked, hopper).launch  # extents stay dynamic
         inputs, scalars = op.make_inputs(asked, "cuda", 1), (0.75, -1.25)[: 1 + asked.has_c]
         out = torch.full((batch, m, m), float("nan"), dtype=getattr(torch, dtype), device="cuda")
