@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from threading import RLock
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from dmuon_tune.recipe import groups as cut
 
 from .ends import Ends, resolve_ends
 from .execution import GroupChain, Momentum
-from .plan import GroupPlan, Plan, device_context, plan, report_failures
+from .plan import POLICIES, GroupPlan, Plan, device_context, plan, report_failures
 from .resolve import Resolver
 from .static import Workspace
 
@@ -39,7 +40,7 @@ class GramNewtonSchulz:
     in :func:`plan`. On a GPU the products are replayed from the second call of a shape on as a CUDA graph, unless
     ``graphs`` is False; a call inside a capture of your own is captured launch by launch. A tall matrix is never
     transposed by a copy. A pickle or deep copy resolves its kernels anew, from the caches of the machine where it
-    lands.
+    lands. Threads may share one: their calls wait for each other.
     """
 
     def __init__(
@@ -66,12 +67,15 @@ class GramNewtonSchulz:
         self.dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
         if self.dtype not in (None, *DTYPES):
             raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if on_miss and on_miss not in POLICIES:
+            raise UsageError(f"on_miss: unknown policy {on_miss!r}; choose one of {', '.join(POLICIES)}")
         self._layers = layers
         self._on_miss = on_miss
         self._planned: dict[tuple[torch.device, Group], GroupPlan] = {}
         self._workspaces: dict[torch.device, Workspace] = {}
         self._chains: dict[tuple[torch.device, Group], GroupChain] = {}
         self._ends: dict[tuple[Any, ...], Ends] = {}
+        self._lock = RLock()  # calls share the work buffers
         if plan is not None:
             self._check_given(plan)
 
@@ -90,7 +94,7 @@ class GramNewtonSchulz:
         batch = x.numel() // (rows * cols)
         if not batch:
             return result
-        with torch.no_grad(), device_context(device):
+        with self._lock, torch.no_grad(), device_context(device):
             matrices, polars = (t if t.ndim == 3 else t.reshape(-1, rows, cols) for t in (x.detach(), result))
             for part, group in cut_batch(batch, rows, cols):
                 chain, ends = self._bound(group, device, dtype, "none", dtype, False)
@@ -111,7 +115,7 @@ class GramNewtonSchulz:
     ) -> None:
         """Resolve now what :meth:`step` needs besides a group's plan: gradients of ``dtype``, weights of ``out_dtype``,
         momentum of ``mode`` (m, n)."""
-        with device_context(device):
+        with self._lock, device_context(device):
             self._bound(group, device, dtype, mode, out_dtype, True)
 
     def step(
@@ -123,7 +127,7 @@ class GramNewtonSchulz:
         All are equal matrices (rows, cols) on one device, one a weight; ``rates`` are (decay, rate) of each.
         """
         device = weights[0].device
-        with device_context(device):
+        with self._lock, device_context(device):
             for part, group in cut_batch(len(weights), *weights[0].shape):
                 chain, ends = self._bound(
                     group, device, gradients[0].dtype, momentum.mode, weights[0].dtype, True
@@ -167,7 +171,10 @@ class GramNewtonSchulz:
 
     def __getstate__(self) -> dict[str, Any]:
         fresh: dict[str, Any] = {"_planned": {}, "_workspaces": {}, "_chains": {}, "_ends": {}, "_layers": None}
-        return {**self.__dict__, **fresh}
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"} | fresh
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=RLock())
 
     def _check_given(self, given: Plan) -> None:
         device = torch.empty(0, device=given.device).device  # "cuda" becomes the current GPU's own name

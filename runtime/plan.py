@@ -136,7 +136,8 @@ def plan(
     wanted = tuple(dict.fromkeys(groups))
     policy = on_miss or os.environ.get(ON_MISS_VARIABLE) or "heuristic"
     if policy not in POLICIES:
-        raise UsageError(f"{ON_MISS_VARIABLE}: unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+        source = "on_miss" if on_miss else ON_MISS_VARIABLE
+        raise UsageError(f"{source}: unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
     resolved_device = probe.resolve(device)
     fingerprint = probe.fingerprint(resolved_device)
     chain_dtype = dtype or default_dtype(fingerprint.kind)

@@ -40,7 +40,13 @@ class Static:
 
     def _empty(self, count: int) -> Tensor:
         shape = (count // self._columns, self._columns) if self._columns else (count,)
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return _lasting(shape, self._dtype, self._device)
+
+
+def _lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for all later calls too: one made in inference mode could not be written outside of it."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _written(tensor: Tensor, values: Sequence[float], in_capture: bool) -> Tensor:
@@ -72,7 +78,7 @@ class Workspace:
         size = math.prod(shape)
         held = self._buffers.get((dtype, name))
         if held is None or held.numel() < size:
-            held = self._buffers[dtype, name] = torch.empty(size, dtype=dtype, device=self.device)
+            held = self._buffers[dtype, name] = _lasting(size, dtype, self.device)
             self.version += 1
         return held[:size].view(shape)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +19,8 @@ from dmuon_tune.coefficients import CoefficientSet
 from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import Group, Recipe
 from dmuon_tune.runtime import COEFFICIENTS, GramNewtonSchulz
+
+MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -211,6 +217,30 @@ def test_eps_is_added_to_the_norm() -> None:
     assert error(got[1], (a * want + b * cubic + c * cubic @ want.mT @ want)[1]) < 1e-5
 
 
+@pytest.mark.parametrize("first", MODES, ids=lambda mode: mode.__name__)
+def test_calls_in_any_autograd_mode_may_follow_each_other(first: Any) -> None:
+    x, called = gaussian(2, 6, 10), GramNewtonSchulz()
+    with first():
+        want = called(x)
+    for mode in MODES:
+        with mode():
+            assert torch.equal(called(x), want)
+            assert torch.equal(called(gaussian(3, 6, 10)), GramNewtonSchulz()(gaussian(3, 6, 10)))
+
+
+@pytest.mark.parametrize("through", [lambda made: made, copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_threads_may_share_one(through: Callable[[GramNewtonSchulz], GramNewtonSchulz]) -> None:
+    inputs = [gaussian(4, 24 + 8 * index, 40, seed=index) for index in range(4)]
+    wanted = [GramNewtonSchulz()(x) for x in inputs]
+    shared = through(GramNewtonSchulz())
+
+    def equal(index: int) -> bool:
+        return all(torch.equal(shared(inputs[index]), wanted[index]) for _ in range(40))
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert all(pool.map(equal, range(len(inputs))))
+
+
 def test_empty_batch() -> None:
     assert GramNewtonSchulz()(torch.empty(0, 3, 4)).shape == (0, 3, 4)
 
@@ -227,6 +257,7 @@ def test_empty_batch() -> None:
         ({"dtype": "float8"}, "float8"),
         ({"eps": -1e-7}, "eps"),
         ({"eps": float("inf")}, "eps"),
+        ({"on_miss": "guess"}, "on_miss: unknown policy 'guess'"),
     ],
 )
 def test_bad_options_are_named(arguments: dict[str, object], named: str) -> None:
