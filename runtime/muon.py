@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
-from dmuon_tune.matrices import select
+from dmuon_tune.matrices import select, unmatched
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group
 
 from .execution import Momentum
@@ -30,6 +31,8 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "none": lambda rows, cols: 1.0,
 }
 FUSED_DEVICES = ("cuda", "cpu")
+
+logger = getLogger("dmuon_tune.runtime")
 
 
 class Muon(Optimizer):
@@ -80,6 +83,9 @@ class Muon(Optimizer):
             "use_muon": True, "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "scale": scale,
         }
+        for option, patterns in (("include", include), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise UsageError(f"{option} must be a sequence of patterns, not {patterns!r}; write [{patterns!r}]")
         groups = _groups_of(params, include, exclude) if isinstance(params, nn.Module) else params
         super().__init__(groups, defaults)
 
@@ -215,6 +221,8 @@ def _groups_of(module: nn.Module, include: Sequence[str], exclude: Sequence[str]
         name: p for name, p in module.named_parameters() if p.requires_grad or p.is_floating_point()
     }
     selection = select(((name, tuple(p.shape)) for name, p in named.items()), include, exclude)
+    for pattern in unmatched([*include, *exclude], named):
+        logger.warning("pattern %r matches no parameter of %s", pattern, type(module).__name__)
     matrices = [(matrix.name, named[matrix.name]) for matrix in selection.matrices]
     rest = [(left.name, named[left.name]) for left in selection.left_out]
     groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
@@ -235,6 +243,11 @@ def _check_group(group: dict[str, Any], index: int) -> None:
         if not 0.0 <= float(group[option]) < math.inf:
             raise UsageError(f"group {index}: {option} must be a finite number of at least 0, not {group[option]!r}")
     if not group["use_muon"]:
+        betas, eps = group["betas"], group["eps"]
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise UsageError(f"group {index}: betas must be two numbers in [0, 1), not {betas!r}")
+        if not 0.0 <= eps < math.inf:
+            raise UsageError(f"group {index}: eps must be a finite number of at least 0, not {eps!r}")
         return
     if not 0.0 <= group["momentum"] < 1.0:
         raise UsageError(f"group {index}: momentum must lie in [0, 1), not {group['momentum']!r}")

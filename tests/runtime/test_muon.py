@@ -146,6 +146,15 @@ def test_include_and_exclude_override_the_rule() -> None:
     assert groups[0]["param_names"] == ["0.weight", "5.weight"]
 
 
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_pattern_that_matches_nothing_is_named(option: str, caplog: pytest.LogCaptureFixture) -> None:
+    Muon(network(), **{option: ["0.*", "layers.*"]})
+    (record,) = caplog.records
+    assert record.getMessage() == "pattern 'layers.*' matches no parameter of Sequential"
+    with pytest.raises(UsageError, match=f"{option} must be a sequence of patterns"):
+        Muon(network(), **{option: "0.weight"})
+
+
 def test_it_trains() -> None:
     model = network()
     before = loss_of(model).item()
@@ -272,8 +281,20 @@ def test_sparse_gradient_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": -0.1}, {"scale": "x"}]
+    "options",
+    [{"lr": -1.0}, {"lr": math.nan}, {"momentum": 1.0}, {"weight_decay": -0.1}, {"scale": "x"}, {"on_miss": "x"}],
 )
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         Muon([nn.Parameter(gaussian(2, 3))], **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("lr", -1.0), ("weight_decay", -0.1), ("betas", (0.9, 1.0)), ("betas", (0.9,)), ("eps", -1e-8), ("eps", math.nan)],
+)
+def test_bad_options_of_adamw_are_refused_before_the_first_step(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"group 1: {option}"):
+        Muon(network(), **{f"adamw_{option}": value})
+    with pytest.raises(UsageError, match=f"group 0: {option}"):
+        Muon([{"params": [nn.Parameter(gaussian(3))], "use_muon": False, option: value}])
