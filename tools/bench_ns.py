@@ -48,8 +48,9 @@ from _bench_timing import Replay, ceiling_flops, eager, graph_of, interleaved
 import dmuon_tune
 from dmuon_tune.backends.probe import fingerprint, resolve
 from dmuon_tune.cache import Layers
+from dmuon_tune.cli.options import positive
 from dmuon_tune.coefficients import coefficient_set
-from dmuon_tune.errors import DmuonTuneError, said
+from dmuon_tune.errors import DmuonTuneError, UsageError, said
 from dmuon_tune.models.shape_text import parse as parse_shapes
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import Group, default_dtype
@@ -307,6 +308,8 @@ def side_by_side(groups: list[Group], options: argparse.Namespace) -> Iterator[R
 def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     groups = parse_shapes(options.shapes + ("," + UNSEEN if options.unseen else ""))
+    if options.json and (options.json.is_dir() or not os.access(options.json.absolute().parent, os.W_OK)):
+        raise UsageError(f"--json {options.json}: name a file in an existing folder that can be written")
     setting = setting_of(options)
     device = torch.device(resolve("auto"))
     found = fingerprint(device.type)
@@ -370,8 +373,8 @@ def main() -> int:
                         help="tuned with our own kernels and the vendor library alone (default: yes)")
     parser.add_argument("--dtype", choices=DTYPES, help="the chain's arithmetic (default: by device)")
     parser.add_argument("--coefficients", default="you", help="coefficient set (default: you)")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that compile and check shapes ahead of the "
-                        f"timing (default: {WORKERS} on a GPU, 1 on a CPU)")
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes that compile and check shapes "
+                        f"ahead of the timing (default: {WORKERS} on a GPU, 1 on a CPU)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure here")
     try:

@@ -108,7 +108,13 @@ def test_shapes_prepared_in_processes_give_the_same_rows(
         assert row["methods"]["plain"]["errors"]["gaussian"]["recurrence_err"] < 0.01
 
 
-@pytest.mark.parametrize("arguments", [("--methods", "tuned,fastest"), ("--inputs", "ones"), ("--shapes", "8x")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--methods", "tuned,fastest"), ("--inputs", "ones"), ("--shapes", "8x"), ("--json", "/no/such/folder/a.json"),
+        ("--json", "/"), ("--workers", "0"), ("--coefficients", "polar"), ("--dtype", "float64"),
+    ],
+)
 def test_what_is_asked_wrongly_is_refused(
     tools: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
