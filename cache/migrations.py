@@ -73,7 +73,7 @@ def require_current(connection: Connection, where: str, version: int = SCHEMA_VE
     if found < version:
         raise CacheError(
             f"cache {where} has schema version {found} and is opened read-only, version {version} is needed; "
-            f"export it again with this version of dmuon-tune"
+            f"a run of dmuon-tune tune --cache {where} brings it up to date"
         )
 
 

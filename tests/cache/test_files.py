@@ -236,8 +236,9 @@ def test_version_1_becomes_the_current_schema_and_keeps_its_recipes(tmp_path: Pa
     current = schema(path)
     as_version_1(path)
     assert schema(path) != current
-    with pytest.raises(CacheError, match="schema version 1 and is opened read-only"):
+    with pytest.raises(CacheError, match="schema version 1 and is opened read-only.*tune --cache") as caught:
         Store.open(path, read_only=True)
+    assert_one_useful_line(caught.value, path)
     with Store.open(path) as store:
         assert store.recipes() == [recipe] and len(store.trials(key)) == ROWS
         timed = replace(recipe, p20_us=4.0, p80_us=6.0, chunk=2)
