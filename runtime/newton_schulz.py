@@ -21,7 +21,7 @@ from dmuon_tune.recipe import groups as cut
 
 from .ends import Ends, resolve_ends
 from .execution import GroupChain, Momentum
-from .plan import POLICIES, GroupPlan, Plan, device_context, plan, report_failures
+from .plan import GroupPlan, Plan, check_policy, device_context, plan, report_failures
 from .resolve import Resolver
 from .static import Workspace
 
@@ -67,8 +67,8 @@ class GramNewtonSchulz:
         self.dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
         if self.dtype not in (None, *DTYPES):
             raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if on_miss and on_miss not in POLICIES:
-            raise UsageError(f"on_miss: unknown policy {on_miss!r}; choose one of {', '.join(POLICIES)}")
+        if on_miss:
+            check_policy(on_miss)
         self._layers = layers
         self._on_miss = on_miss
         self._planned: dict[tuple[torch.device, Group], GroupPlan] = {}

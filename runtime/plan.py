@@ -34,6 +34,12 @@ POLICIES = ("heuristic", "nearest", "tune", "error")
 logger = getLogger("dmuon_tune.runtime")
 
 
+def check_policy(policy: str) -> None:
+    """UsageError, with both names that it may be given under, where there is no such policy."""
+    if policy not in POLICIES:
+        raise UsageError(f"on_miss or {ON_MISS_VARIABLE}: unknown policy {policy!r}; choose {', '.join(POLICIES)}")
+
+
 @dataclass(frozen=True)
 class GroupPlan:
     """How one group is orthogonalized: its recipe, the layer that named it (empty: the default), its products."""
@@ -135,9 +141,7 @@ def plan(
     """
     wanted = tuple(dict.fromkeys(groups))
     policy = on_miss or os.environ.get(ON_MISS_VARIABLE) or "heuristic"
-    if policy not in POLICIES:
-        source = "on_miss" if on_miss else ON_MISS_VARIABLE
-        raise UsageError(f"{source}: unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    check_policy(policy)
     resolved_device = probe.resolve(device)
     fingerprint = probe.fingerprint(resolved_device)
     chain_dtype = dtype or default_dtype(fingerprint.kind)

@@ -136,7 +136,7 @@ def test_explain_obeys_the_policy_for_a_miss(
     monkeypatch.setenv("DMUON_TUNE_ON_MISS", policy)
     result = run("explain", "--shapes", "2x8x24", "--device", "cpu")
     assert result.code == code
-    assert ("unknown policy 'zzz'" in result.err) == (code == 2)
+    assert ("DMUON_TUNE_ON_MISS: unknown policy 'zzz'" in result.err) == (code == 2)
     assert ("have no tuned entry; run: dmuon-tune tune --shapes 2x8x24" in result.err) == (code == 3)
     assert not own_cache.exists()
 

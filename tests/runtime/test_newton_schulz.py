@@ -257,7 +257,7 @@ def test_empty_batch() -> None:
         ({"dtype": "float8"}, "float8"),
         ({"eps": -1e-7}, "eps"),
         ({"eps": float("inf")}, "eps"),
-        ({"on_miss": "guess"}, "on_miss: unknown policy 'guess'"),
+        ({"on_miss": "guess"}, "on_miss or DMUON_TUNE_ON_MISS: unknown policy 'guess'"),
     ],
 )
 def test_bad_options_are_named(arguments: dict[str, object], named: str) -> None:
