@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dmuon_tune.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_BLOCK, DeviceFingerprint
-from dmuon_tune.problem import Problem
+from dmuon_tune.problem import EPILOGUES, Problem
 from dmuon_tune.space import choice
 
 CHUNK = 64  # rows and columns of what a warpgroup stores at a time: one 128-byte swizzled line a row
@@ -83,6 +83,8 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
         return f"the CuTe DSL kernel uses Hopper's TMA and wgmma and runs on sm_90 alone, not on {device.arch}"
     if problem.op == "gram" and problem.epilogue != "none":
         return f"gram has no epilogue, asked {problem.epilogue!r}"
+    if problem.epilogue not in EPILOGUES:
+        return f"a product's epilogues are {', '.join(EPILOGUES)}, asked {problem.epilogue!r}"
     if problem.n != problem.m:
         return f"a symmetric product has n = m; got m {problem.m}, n {problem.n}"
     for name in (problem.dtype, problem.out_dtype):

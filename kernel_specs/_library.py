@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.problem import EPILOGUES as PRODUCT_EPILOGUES
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
 
@@ -23,7 +24,12 @@ class LibraryConfig:
     entry: str = choice("baddbmm", ("baddbmm", "addmm"))
 
 
+EPILOGUES = {"gram": ("none",), "gemm_symmetric": PRODUCT_EPILOGUES, "apply": ("none", "c")}
+
+
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
+    if problem.epilogue not in EPILOGUES[problem.op]:
+        return f"{problem.op} has the epilogues {', '.join(EPILOGUES[problem.op])}, asked {problem.epilogue!r}"
     if problem.out_dtype != problem.dtype:
         return f"the library writes its operands' dtype: {problem.dtype} in, {problem.out_dtype} asked"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dmuon_tune.backends import backends
 from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, kernels, ops
 from dmuon_tune.kernel_specs._inputs import torch_dtype, with_spectrum
 from dmuon_tune.problem import Problem
@@ -234,3 +236,21 @@ def test_library_says_what_it_does_not_serve(spec: KernelSpec) -> None:
 
 def test_every_op_has_a_library_kernel() -> None:
     assert {spec.op for spec in LIBRARY} == set(ops())
+
+
+EPILOGUES = {
+    "gram": {"none"}, "gemm_symmetric": {"none", "c", "i", "ci"}, "apply": {"none", "c", "w"},
+    "momentum": {"none", "m", "n"}, "polar_small": {"s5r2", "s1"},
+}
+DEVICES = (
+    DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 50 * 2**20, 140 * 2**30),
+    DeviceFingerprint("CPU", "cpu-x86_64-avx2", 2, 0, 32 * 2**20, 0),
+)
+
+
+@pytest.mark.parametrize("spec", kernels(), ids=lambda spec: spec.name)
+def test_no_kernel_serves_an_epilogue_of_another_op(spec: KernelSpec) -> None:
+    for epilogue in set().union(*EPILOGUES.values()) - EPILOGUES[spec.op]:
+        for dtype, device in itertools.product(("float16", "float32"), DEVICES):
+            problem = Problem(spec.op, 2, 64, 64, 64, dtype, dtype, "row", epilogue)
+            assert spec.refusal(problem, device), (epilogue, dtype, device.arch)
