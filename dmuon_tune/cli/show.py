@@ -106,7 +106,7 @@ def _print(winners: list[Winner], recipes: list[tuple[str | None, Any]], all_dev
             found.entry.key.problem.label(), found.entry.key.kernel, config_text(found.entry.config),
             microseconds(found.entry.measurement.median_us), microseconds(found.library_us),
             ratio(found.library_us, found.entry.measurement.median_us), found.layer,
-            f"stale: {found.stale}" if found.stale else "current",
+            _state(f"stale: {found.stale}" if found.stale else "current", found.entry.measurement),
             *([found.entry.key.device.name] if all_devices else []),
         ]
         for found in winners
@@ -169,6 +169,11 @@ def _print_chains(layers: list[dict[str, Any]], device: Any, output: str) -> Non
         say(chain_table(trials))
 
 
+def _state(state: str, measurement: Any) -> str:
+    """``state``, and whether other processes disturbed this timing, which is then too slow."""
+    return f"{state}, disturbed" if measurement.resources.get("contended") else state
+
+
 def _reason(log: str) -> str | None:
     """The line of a log that names the error, else its last one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -209,7 +214,7 @@ def chain_table(trials: list[tuple[str, Any]]) -> str:
             microseconds(trial.measurement.median_us), microseconds(trial.measurement.p20_us),
             microseconds(trial.measurement.p80_us),
             None if trial.measurement.max_rel_err is None else f"{trial.measurement.max_rel_err:.3g}",
-            trial.measurement.status, label,
+            _state(trial.measurement.status, trial.measurement), label,
             "; ".join(f"{pick.kernel} {config_text(pick.config)}" for pick in trial.recipe.picks),
         ]
         for label, trial in trials

@@ -179,6 +179,20 @@ def test_show_failures_gives_the_reason_and_the_log(run: Run, tuned: dict[str, A
     assert (failure["status"], failure["log"], failure["config"]) == ("compile_error", log, {"entry": "addmm"})
 
 
+@pytest.mark.parametrize("was", [True, False])
+def test_timings_that_were_disturbed_are_shown_as_such(
+    run: Run, tuned: dict[str, Any], own_cache: Path, was: bool
+) -> None:
+    for rows in ("trials", "chains"):
+        with sqlite3.connect(own_cache) as connection:
+            place = f"json_{'set' if was else 'remove'}(resources, '$.contended'{', json(true)' if was else ''})"
+            connection.execute(f"UPDATE dmuon_{rows} SET resources = {place}")
+        connection.close()
+    winners, chains = run("show", "--device", "cpu").out, run("show", "--device", "cpu", "--chains").out
+    assert winners.count("current, disturbed") == (len(tuned["problems"]) if was else 0)
+    assert chains.count("ok, disturbed") == (tuned["chains"]["timed"] if was else 0)
+
+
 def test_cache_list_counts_by_status(run: Run, tuned: dict[str, Any], own_cache: Path) -> None:
     user = run("cache", "list", "--format", "json").json["caches"][0]
     assert (user["layer"], user["path"]) == ("user", str(own_cache))
