@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
 
-from .polar_small import schedule
+from .polar_small import misshapen
 
 HALF = 128  # rows of a block: two warpgroups of 64
 CHUNK = 128  # columns of an accumulator
@@ -56,12 +55,9 @@ def smem_bytes(problem: Problem, config: PolarConfig) -> int:
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
     if device.arch != "sm_90":
         return f"the CuTe DSL kernel uses Hopper's clusters and wgmma and runs on sm_90 alone, not on {device.arch}"
-    try:
-        schedule(problem)
-    except UsageError as error:
-        return str(error)
-    if problem.n < problem.m or problem.k != problem.m:
-        return f"m must be the short side and k equal to it, not m {problem.m}, n {problem.n}, k {problem.k}"
+    wrong = misshapen(problem)
+    if wrong is not None:
+        return wrong
     if problem.m > 2 * HALF or problem.n > MAX_CHUNKS * CHUNK * 2 * halves(problem):
         return f"X is held in shared memory, of up to 256×1024 or 128×512 elements, not {problem.m}×{problem.n}"
     return None

@@ -36,6 +36,17 @@ def schedule(problem: Problem) -> tuple[int, tuple[int, ...]]:
     return steps, restarts
 
 
+def misshapen(problem: Problem) -> str | None:
+    """Why no kernel serves a problem: its epilogue is no schedule, or its axes are not those of a polar factor."""
+    try:
+        schedule(problem)
+    except UsageError as error:
+        return str(error)
+    if problem.n < problem.m or problem.k != problem.m:
+        return f"m must be the short side and k equal to it, not m {problem.m}, n {problem.n}, k {problem.k}"
+    return None
+
+
 def internal_scale(m: int) -> float:
     """The power of two, with a square near m, by which a 16-bit recurrence holds X: XXᵀ's mean eigenvalue is near 1.
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
-from .polar_small import internal_scale, schedule
+from .polar_small import internal_scale, misshapen, schedule
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,7 @@ class PolarConfig:
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
-    try:
-        schedule(problem)
-    except UsageError as error:
-        return str(error)
-    if problem.n < problem.m or problem.k != problem.m:
-        return f"m must be the short side and k equal to it, not m {problem.m}, n {problem.n}, k {problem.k}"
-    return None
+    return misshapen(problem)
 
 
 def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> Callable[..., Any]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
 from ._triton import POINTERS, TritonKernel, TritonProgram, overlap
-from .polar_small import internal_scale, schedule
+from .polar_small import internal_scale, misshapen, schedule
 
 MAX_M = 128
 MIN_BLOCK = 16  # tl.dot's least extent
@@ -41,12 +40,9 @@ class PolarConfig:
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
     if device.kind != "cuda":
         return "the Triton kernel runs on a GPU"
-    try:
-        schedule(problem)
-    except UsageError as error:
-        return str(error)
-    if problem.n < problem.m or problem.k != problem.m:
-        return f"m must be the short side and k equal to it, not m {problem.m}, n {problem.n}, k {problem.k}"
+    wrong = misshapen(problem)
+    if wrong is not None:
+        return wrong
     if problem.m > MAX_M:
         return f"one program holds a matrix of at most {MAX_M} rows, not {problem.m}"
     if problem.m * problem.n >= MAX_ELEMENTS:
