@@ -73,26 +73,34 @@ def select(chosen: Int32, one: Float32, other: Float32, *, loc=None, ip=None) ->
     )
 
 
+def _store_four(instruction, address, words, loc, ip):
+    operands = [value.ir_value(loc=loc, ip=ip) for value in (address, *words)]
+    llvm.inline_asm(
+        None, operands, f"{instruction} [$0], {{$1, $2, $3, $4}};", "r,r,r,r,r,~{memory}",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )
+
+
+def _load_four(instruction, address, loc, ip):
+    word = ir.IntegerType.get_signless(32)
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([word] * 4), [address.ir_value(loc=loc, ip=ip)],
+        f"{instruction} {{$0, $1, $2, $3}}, [$4];", "=r,=r,=r,=r,r,~{memory}",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )
+    return tuple(Int32(llvm.extractvalue(word, found, [i], loc=loc, ip=ip)) for i in range(4))
+
+
 @dsl_user_op
 def store_squares(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None, ip=None) -> None:
     """Four 8×8 squares of 16-bit elements, one in each register of a warp; a lane's ``address`` is of one line."""
-    operands = [value.ir_value(loc=loc, ip=ip) for value in (address, a, b, c, d)]
-    llvm.inline_asm(
-        None, operands, "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )
+    _store_four("stmatrix.sync.aligned.m8n8.x4.shared.b16", address, (a, b, c, d), loc, ip)
 
 
 @dsl_user_op
 def load_squares(address: Int32, *, loc=None, ip=None):
     """The inverse of ``store_squares``: four registers."""
-    word = ir.IntegerType.get_signless(32)
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([word] * 4), [address.ir_value(loc=loc, ip=ip)],
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )
-    return tuple(Int32(llvm.extractvalue(word, found, [i], loc=loc, ip=ip)) for i in range(4))
+    return _load_four("ldmatrix.sync.aligned.m8n8.x4.shared.b16", address, loc, ip)
 
 
 @dsl_user_op
@@ -123,23 +131,13 @@ def unpack(word: Int32, *, loc=None, ip=None):
 @dsl_user_op
 def store_words(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None, ip=None) -> None:
     """16 bytes to shared memory."""
-    operands = [value.ir_value(loc=loc, ip=ip) for value in (address, a, b, c, d)]
-    llvm.inline_asm(
-        None, operands, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )
+    _store_four("st.shared.v4.b32", address, (a, b, c, d), loc, ip)
 
 
 @dsl_user_op
 def load_words(address: Int32, *, loc=None, ip=None):
     """16 bytes from shared memory, in four registers."""
-    word = ir.IntegerType.get_signless(32)
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([word] * 4), [address.ir_value(loc=loc, ip=ip)],
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}",
-        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-    )
-    return tuple(Int32(llvm.extractvalue(word, found, [i], loc=loc, ip=ip)) for i in range(4))
+    return _load_four("ld.shared.v4.b32", address, loc, ip)
 
 
 @dsl_user_op
