@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import ForeignKey, Text
+from sqlalchemy import ForeignKey
 from sqlalchemy.orm import Mapped, mapped_column, relationship
 
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Recipe
 
-from .models import Base, CanonicalJson, DeviceRow
+from .models import Base, CanonicalJson, DeviceRow, Outcome
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class ChainTrial:
     created_at: str
 
 
-class ChainRow(Base):
-    """The best outcome of one chain; times in microseconds for the whole batch, only with status ok."""
+class ChainRow(Outcome, Base):
+    """The best outcome of one chain; times of the whole batch."""
 
     __tablename__ = "dmuon_chains"
 
@@ -64,23 +64,11 @@ class ChainRow(Base):
     device_id: Mapped[int] = mapped_column(ForeignKey(DeviceRow.id), index=True)
     recipe: Mapped[dict[str, Any]] = mapped_column(CanonicalJson)
     code_digest: Mapped[str]
-    status: Mapped[str]
-    median_us: Mapped[float | None]
-    p20_us: Mapped[float | None]
-    p80_us: Mapped[float | None]
-    samples: Mapped[list[float]] = mapped_column(CanonicalJson)
-    max_rel_err: Mapped[float | None]
-    resources: Mapped[dict[str, Any]] = mapped_column(CanonicalJson)
-    log: Mapped[str] = mapped_column(Text)
     provenance: Mapped[dict[str, Any]] = mapped_column(CanonicalJson)
     created_at: Mapped[str]
 
     device: Mapped[DeviceRow] = relationship(lazy="joined", innerjoin=True)
 
     def value(self) -> ChainTrial:
-        measurement = Measurement(
-            self.status, self.median_us, self.p20_us, self.p80_us, tuple(self.samples), self.max_rel_err,
-            self.resources, self.log,
-        )
         recipe = Recipe.from_dict({"batch_costs": [], **self.recipe})
-        return ChainTrial(self.sha256, recipe, self.device.value(), measurement, self.created_at)
+        return ChainTrial(self.sha256, recipe, self.device.value(), self.measurement(), self.created_at)

@@ -129,15 +129,9 @@ class KeyRow(Base):
         )
 
 
-class TrialRow(Base):
-    """The best outcome of one configuration for one key; times in microseconds a call, only with status ok."""
+class Outcome:
+    """The columns of a measurement; times in microseconds, only with status ok."""
 
-    __tablename__ = "dmuon_trials"
-    __table_args__ = (UniqueConstraint("key_id", "config"), Index("dmuon_trials_status", "status"))
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    key_id: Mapped[int] = mapped_column(ForeignKey(KeyRow.id))
-    config: Mapped[dict[str, Any]] = mapped_column(CanonicalJson)
     status: Mapped[str]
     median_us: Mapped[float | None]
     p20_us: Mapped[float | None]
@@ -146,11 +140,6 @@ class TrialRow(Base):
     max_rel_err: Mapped[float | None]
     resources: Mapped[dict[str, Any]] = mapped_column(CanonicalJson)
     log: Mapped[str] = mapped_column(Text)
-    validation: Mapped[str]
-    provenance: Mapped[dict[str, Any]] = mapped_column(CanonicalJson)
-    created_at: Mapped[str]
-
-    key: Mapped[KeyRow] = relationship(lazy="joined", innerjoin=True)
 
     def measurement(self) -> Measurement:
         return Measurement(
@@ -163,6 +152,22 @@ class TrialRow(Base):
             self.resources,
             self.log,
         )
+
+
+class TrialRow(Outcome, Base):
+    """The best outcome of one configuration for one key; times of one call."""
+
+    __tablename__ = "dmuon_trials"
+    __table_args__ = (UniqueConstraint("key_id", "config"), Index("dmuon_trials_status", "status"))
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key_id: Mapped[int] = mapped_column(ForeignKey(KeyRow.id))
+    config: Mapped[dict[str, Any]] = mapped_column(CanonicalJson)
+    validation: Mapped[str]
+    provenance: Mapped[dict[str, Any]] = mapped_column(CanonicalJson)
+    created_at: Mapped[str]
+
+    key: Mapped[KeyRow] = relationship(lazy="joined", innerjoin=True)
 
 
 class WinnerRow(Base):

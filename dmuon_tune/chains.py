@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-MAX_SCALE_EXPONENT = 6  # the scaled X's Gram matrix stays below 2**12, far from fp16's 65504
+from dmuon_tune.kernel_specs.polar_small import input_scale
+
 SQUARES = {"gram": 4, "plain": 2, "small": 0}  # (batch, m, m) buffers that a form needs
 
 Launches = Mapping[tuple[str, str], Callable[..., Any]]  # by (op, epilogue)
 Triple = tuple[float, float, float]
-
-
-def input_scale(m: int) -> float:
-    """The power of two by which the normalized X enters a chain; its square is near m.
-
-    So R's mean eigenvalue is near 1: unscaled, entries of X and XXᵀ sink into fp16's subnormal range.
-    """
-    return float(2.0 ** min(MAX_SCALE_EXPONENT, round(math.log2(m) / 2)))
 
 
 def run_pieces(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-MAX_THREADS_PER_BLOCK = 1024
 MAX_REGISTERS_PER_THREAD = 255
 REGISTERS_PER_BLOCK = 65536  # CUDA C++ Programming Guide, compute capabilities 8.0 to 12.0
 

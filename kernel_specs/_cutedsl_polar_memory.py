@@ -11,7 +11,7 @@ from dmuon_tune.problem import Problem
 
 from . import _cutedsl_polar_ops as ops
 from ._cutedsl_polar_space import CHUNK, HALF, POLAR_THREADS, PolarConfig, chunks, halves
-from .polar_small import internal_scale
+from .polar_small import input_scale
 
 DTYPES = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16, "float32": cutlass.Float32}
 PANEL = 64  # fp16 columns of a 128-byte swizzled line; a half matrix is stored panel after panel
@@ -35,7 +35,7 @@ class PolarMemory:
         self.row_major = problem.layout == "row"
         self.stored = (self.m, self.n) if self.row_major else (self.n, self.m)  # lines and their length
         self.dtype, self.out_dtype = DTYPES[problem.dtype], DTYPES[problem.out_dtype]
-        self.scale = internal_scale(problem.m)
+        self.scale = input_scale(problem.m)
         self.halves, self.chunks = halves(problem), chunks(problem, config)
         self.groups = config.column_groups
         self.blocks = self.halves * self.groups  # a matrix's cluster: rank = half + halves · column group

@@ -47,7 +47,7 @@ def misshapen(problem: Problem) -> str | None:
     return None
 
 
-def internal_scale(m: int) -> float:
+def input_scale(m: int) -> float:
     """The power of two, with a square near m, by which a 16-bit recurrence holds X: XXᵀ's mean eigenvalue is near 1.
 
     Entries of X and XXᵀ would else sink into fp16's subnormal range. The recurrence itself scales by b/s² and c/s⁴.

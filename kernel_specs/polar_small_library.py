@@ -14,7 +14,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
-from .polar_small import internal_scale, misshapen, schedule
+from .polar_small import input_scale, misshapen, schedule
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> C
 def recurrence(
     u: Tensor, coefficients: Tensor, norm_factor: float, form: str, restarts: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """The recurrence on wide U, (batch, m, n), with products in ``dtype``; X is held times ``internal_scale``.
+    """The recurrence on wide U, (batch, m, n), with products in ``dtype``; X is held times ``input_scale``.
 
     The coefficients stay on their device: reading them here would wait for it, and no graph could be captured.
     """
-    scale = internal_scale(u.shape[-2])
+    scale = input_scale(u.shape[-2])
     x = (scale * _normalized(u, norm_factor)).to(dtype)
     triples = coefficients.unsqueeze(-1).unbind()
     return (_plain(x, triples, scale) if form == "plain" else _gram(x, triples, scale, restarts)) / scale

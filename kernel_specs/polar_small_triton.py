@@ -12,7 +12,7 @@ from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
 from ._triton import POINTERS, TritonKernel, TritonProgram, overlap
-from .polar_small import internal_scale, misshapen, schedule
+from .polar_small import input_scale, misshapen, schedule
 
 MAX_M = 128
 MIN_BLOCK = 16  # tl.dot's least extent
@@ -119,7 +119,7 @@ def build(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> T
     }
     constants = {
         "M": problem.m, "N": problem.n, "TALL": problem.layout == "col", "BLOCK_M": padded(problem.m),
-        "BLOCK_N": config.block_n, "STEPS": steps, "SCALE": internal_scale(problem.m),
+        "BLOCK_N": config.block_n, "STEPS": steps, "SCALE": input_scale(problem.m),
     }
     if config.form == "gram":
         types["scratch"] = "*fp32"

@@ -15,6 +15,7 @@ from dmuon_tune import chains
 from dmuon_tune.chains import Last
 from dmuon_tune.coefficients import CoefficientSet, Triple
 from dmuon_tune.kernel_specs.momentum_library import update
+from dmuon_tune.kernel_specs.polar_small import input_scale
 
 from .ends import Ends, Launch
 from .plan import GroupPlan
@@ -204,7 +205,7 @@ class GroupChain:
 
     def _first(self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor) -> partial[None]:
         """The launch of x = input_scale · U / (norm_factor · ‖U‖_F + eps), rounded once."""
-        scale = chains.input_scale(self._planned.recipe.group.m) / self._norm_factor
+        scale = input_scale(self._planned.recipe.group.m) / self._norm_factor
         buffers = momentum.buffers
         by_address = not buffers or all(
             buffer.dtype == matrices[0].dtype and buffer.is_contiguous() for buffer in buffers

@@ -16,7 +16,8 @@ from dmuon_tune import chains
 from dmuon_tune.cache import ChainKey
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, coefficient_set
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.kernel_specs import kernel, polar_small
+from dmuon_tune.kernel_specs.polar_small import input_scale
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
@@ -35,7 +36,7 @@ COMPILED = 64  # launches that a process keeps for the next chain, most of which
 
 @cache
 def _code_digest() -> str:
-    return digest_of((chains.__name__,))
+    return digest_of((chains.__name__, polar_small.__name__))  # the latter for the scale that X enters with
 
 
 def chain_key(recipe: Recipe, device: DeviceFingerprint) -> ChainKey:
@@ -140,7 +141,7 @@ def _yardstick(shape: tuple[int, int, int], dtype: str, steps: int, device: str)
     rng = torch.Generator(device).manual_seed(0)
     u = torch.randn(shape, device=device, generator=rng)
     known = coefficient_set(DEFAULT_COEFFICIENTS)
-    scale = chains.input_scale(min(shape[1:]))
+    scale = input_scale(min(shape[1:]))
     x = u * (scale / (known.norm_factor * torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True)))
     polar = torch.stack([_polar(sample) for sample in u])
     rounded = torch.float16 if dtype == "float32" else getattr(torch, dtype)
