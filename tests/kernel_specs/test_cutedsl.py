@@ -270,16 +270,6 @@ def case_id(value: object) -> str:
     return "-".join(map(str, dataclasses.astuple(value)))  # type: ignore[call-overload]
 
 
-@pytest.fixture(scope="module")
-def hopper() -> DeviceFingerprint:
-    from dmuon_tune.backends.probe import fingerprint
-
-    found = fingerprint("cuda")
-    if found.arch != "sm_90":
-        pytest.skip(f"the CuTe DSL kernels run on sm_90, this is {found.arch}")
-    return found
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("asked", "config"), gpu_cases(), ids=case_id)
 def test_results_match_float64(asked: Problem, config: SymmetricConfig, hopper: DeviceFingerprint) -> None:

@@ -122,16 +122,6 @@ def test_it_compiles_to_wgmma_with_operands_in_registers(asked: Problem, product
     assert 0 < resources["registers"] <= 255
 
 
-@pytest.fixture(scope="module")
-def hopper() -> DeviceFingerprint:
-    from dmuon_tune.backends.probe import fingerprint
-
-    found = fingerprint("cuda")
-    if found.arch != "sm_90":
-        pytest.skip(f"the CuTe DSL kernels run on sm_90, this is {found.arch}")
-    return found
-
-
 def launch_of(asked: Problem, device: DeviceFingerprint, config: PolarConfig | None = None):  # type: ignore[no-untyped-def]
     config = config or KERNEL.untuned(asked, device)
     return backends()["cutedsl"].compile(KERNEL.build(asked, config, device), asked, device).launch
