@@ -62,8 +62,8 @@ def illegality(problem: Problem, config: QuackConfig, device: DeviceFingerprint)
         return f"a {tile_m}×{tile_n} tile is too large for one ping-pong warpgroup"
     if not config.pingpong and tile_n > {192: 256, 256: 128, 320: 160}.get(tile_m, 256):
         return f"a {tile_m}×{tile_n} tile is too large for the registers of its warpgroups"
-    if problem.has_c and problem.layout == "row" and tile_m in (192, 320):
-        return f"QuACK 0.5.0's compiler aborts on {tile_m}×{tile_n} tiles beside a C in row layout"
+    if tile_m in (192, 320) and _majors(problem)[1] == "n":
+        return f"QuACK 0.5.0's compiler aborts on {tile_m}×{tile_n} tiles of a right operand whose rows are contiguous"
     clusters = -(-problem.m // (tile_m * cluster_m))
     if config.swizzle > 4 and clusters <= 4:
         return f"{clusters} clusters a side are fewer than a smaller swizzle walks together"
@@ -89,7 +89,7 @@ class Program:
         dtypes = {str(torch_type).removeprefix("torch."): dsl for torch_type, dsl in torch2cute_dtype_map.items()}
         problem, config = self.problem, self.config
         operand, result = dtypes[problem.dtype], dtypes[problem.out_dtype]
-        left, right = self._majors()
+        left, right = _majors(problem)
         return _compile_gemm_symmetric.__wrapped__(
             operand, operand, result, operand if problem.has_c else None, "n" if problem.has_c else None, result,
             left, right, "n", "m",
@@ -138,9 +138,10 @@ class Program:
 
         return gram if is_gram else symmetric
 
-    def _majors(self) -> tuple[str, str]:
-        """The contiguous axes of the left (m, k) and the right (n, k) operand."""
-        rows = self.problem.layout == "row"
-        if self.problem.op == "gram":
-            return ("k", "k") if rows else ("m", "n")
-        return ("k", "n") if rows else ("m", "k")
+
+def _majors(problem: Problem) -> tuple[str, str]:
+    """The contiguous axes of the left (m, k) and the right (n, k) operand."""
+    rows = problem.layout == "row"
+    if problem.op == "gram":
+        return ("k", "k") if rows else ("m", "n")
+    return ("k", "n") if rows else ("m", "k")

@@ -23,7 +23,7 @@ __all__ = ["Executor", "Job", "default_workers"]
 
 START_TIMEOUT_S = 300.0  # importing PyTorch from a cold network file system takes minutes
 POLL_S = 0.5  # a dead worker's child may keep its pipe open, so its exit is also asked for
-GPU_MOST_WORKERS = 8
+GPU_MOST_WORKERS = 12
 # Not multiprocessing's spawn, which runs the caller's main module again: that fails for a script on stdin and for one
 # without a __main__ guard.
 BOOTSTRAP = (
@@ -81,6 +81,11 @@ class Executor:
     @property
     def has_room(self) -> bool:
         return len(self._busy) < self.capacity
+
+    def warm(self, jobs: int) -> None:
+        """Start the processes that so many jobs will use, so that they import while their caller plans."""
+        while len(self._idle) + len(self._busy) < min(self.capacity, jobs):
+            self._idle.append(_Worker())
 
     def submit(self, job: AnyJob) -> None:
         """Start a job; RuntimeError where no worker is free."""

@@ -1,13 +1,15 @@
-"""Decides what to measure next: each problem's seeds first, then rounds over problems and their kernels."""
+"""Decides what to measure next: rounds over all problems, their kernels' untuned configurations first."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,10 +176,12 @@ def _median_us(entry: CacheEntry) -> float:
 
 
 class Schedule:
-    """The order of all problems' candidates: every problem's seeds, then one candidate a problem in each round."""
+    """The order of all problems' candidates: the library's for every problem, then another kernel's untuned
+    configuration for every problem in each round, then one candidate a problem in each round."""
 
     def __init__(self, searches: list[ProblemSearch]) -> None:
-        self._seeds = deque(candidate for search in searches for candidate in search.seeds())
+        rounds = itertools.zip_longest(*(search.seeds() for search in searches))
+        self._seeds = deque(candidate for each in rounds for candidate in each if candidate is not None)
         self._open = deque(searches)
 
     def shuffle(self) -> None:
@@ -213,8 +217,10 @@ def usable_kernels(
 
 def import_failures(searches: Iterable[ProblemSearch]) -> dict[str, str]:
     """Backend → why its DSL, though installed, does not import, for those with something to measure."""
-    names = {each.spec.backend for search in searches if search.planned for each in search.kernels}
-    return {name: reason for name in sorted(names) if (reason := import_failure(name)) is not None}
+    names = sorted({each.spec.backend for search in searches if search.planned for each in search.kernels})
+    with ThreadPoolExecutor() as pool:  # each waits for a process
+        reasons = dict(zip(names, pool.map(import_failure, names), strict=True))
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def problem_search(

@@ -66,13 +66,14 @@ def tune(
             for problem in workload(groups, dtype, usable, device)
         ]
 
-    searches = plan(specs)
-    broken = import_failures(searches)
-    if broken:
-        unavailable |= broken
-        specs = [spec for spec in specs if spec.backend not in broken]
-        searches = plan(specs)
     with run:
+        searches = plan(specs)
+        run.warm(searches)
+        broken = import_failures(searches)
+        if broken:
+            unavailable |= broken
+            specs = [spec for spec in specs if spec.backend not in broken]
+            searches = plan(specs)
         complete = run.measure(searches)
         chain_searches = _chain_searches(groups, dtype, searches, specs, run)
         unfinished = run.time_chains(chain_searches)
@@ -132,6 +133,10 @@ class Run:
                 "%d of %d timings were disturbed by other processes and may be slow; tune on a quiet machine",
                 self.contended, self.measured + self.chains_timed,
             )
+
+    def warm(self, searches: list[ProblemSearch]) -> None:
+        """Let the measuring processes start."""
+        self._executor.warm(sum(search.planned for search in searches))
 
     def measure(self, searches: list[ProblemSearch]) -> bool:
         """Whether everything planned was measured, before the end of the products' part of the budget."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,27 @@ def test_every_misbehaviour_is_a_measurement(test_kernels: None, capfd: pytest.C
     assert library.log == "" and library.resources["launches_per_window"] >= 1
     assert outcomes["gram.library{'entry': 'no such field', 'x': 'y'}"].status == "compile_error"
     assert capfd.readouterr() == ("", "")
+
+
+def test_warmed_processes_are_used_and_replaced_once_dead() -> None:
+    def children() -> set[int]:
+        me = os.getpid()
+        return {int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()} - before
+
+    before: set[int] = set()
+    before = children()
+    with Executor("cpu", workers=2) as executor:
+        executor.warm(5)
+        warmed = children()
+        assert len(warmed) == 2 and executor.in_flight == 0
+        first = job("gram.library", {"entry": "baddbmm"})
+        assert [measurement.status for _, measurement in executor.run([first])] == ["ok"]
+        assert children() == warmed
+        for pid in warmed:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert [measurement.status for _, measurement in executor.run([first])] == ["ok"]
+    assert not children()
 
 
 def test_waiting_for_the_device_is_no_timeout_and_closing_kills(test_kernels: None) -> None:

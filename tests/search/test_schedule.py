@@ -11,7 +11,7 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.search.schedule import FAIR_TRIALS, ProblemSearch, problem_search
+from dmuon_tune.search.schedule import FAIR_TRIALS, ProblemSearch, Schedule, problem_search
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
@@ -64,3 +64,17 @@ def test_a_kernels_own_seeds_follow_its_untuned_configuration() -> None:
         places = [place for _, place in order(search, {"seeded": Measurement.from_samples([1.0], 0.0, {})})]
     assert places[:3] == [0, 7, 3]
     assert sorted(places) == list(range(12))
+
+
+def test_every_problem_gets_a_result_before_any_gets_its_second() -> None:
+    problems, device = [Problem("gram", 1, m, m, 8, "float32", "float32") for m in (8, 16, 24)], fingerprint("cpu")
+    with Store.open("sqlite://") as store:
+        specs = [spec(""), spec("a"), spec("b")]
+        searches = [problem_search(problem, specs, device, store, 24, 0) for problem in problems]
+        schedule, outcome, seen = Schedule(searches), Measurement.from_samples([1.0], 0.0, {}), []
+        while len(seen) < 12 and (candidate := schedule.next()) is not None:
+            candidate.search.observe(candidate, outcome)
+            seen.append((candidate.search.problem.m, candidate.kernel.spec.variant))
+    assert [m for m, _ in seen] == [8, 16, 24] * 4
+    assert {variant for _, variant in seen[:3]} == {""}, "the library's comes first"
+    assert len(set(seen[:9])) == 9, "every kernel's untuned configuration comes before any other"
