@@ -79,15 +79,6 @@ def illegality(problem: Problem, config: PolarConfig, device: DeviceFingerprint)
     return None
 
 
-def heuristic(problem: Problem, device: DeviceFingerprint) -> PolarConfig:
-    """As few blocks a matrix as hold it: every further one adds an exchange. Two a multiprocessor where they fill it.
-
-    256×128×128 took 30.0 µs with two, 33.7 µs with one (H200, 2026-11-29).
-    """
-    candidates = (PolarConfig(groups, resident) for groups in (1, 2, 4) for resident in (2, 1))
-    return next(config for config in candidates if illegality(problem, config, device) is None)
-
-
 def program(problem: Problem, config: PolarConfig, device: DeviceFingerprint) -> Any:
     """A KernelSpec's build: the body for this problem, ready for the backend."""
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported; it would pick sm_100a by itself

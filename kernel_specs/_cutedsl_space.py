@@ -1,9 +1,9 @@
-"""What the CuTe DSL symmetric product serves: its configurations, their limits, and the untuned choice by shape."""
+"""What the CuTe DSL symmetric product serves: its configurations and their limits."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dmuon_tune.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_BLOCK, DeviceFingerprint
@@ -164,55 +164,6 @@ def rounds_of(tiles: int, blocks: int, config: SymmetricConfig) -> tuple[int, in
         return -(-tiles // clusters), 0, min(tiles, clusters)
     rounds, rest = divmod(tiles, clusters * config.split)
     return rounds, rest, clusters if rounds else min(rest, clusters)
-
-
-# A configuration, the share of peak that its products reach, what storing a tile costs beside them in columns of k:
-# fitted to 85 configurations timed on 15 products (H200, 2026-11-29).
-_UNTUNED = (
-    (SymmetricConfig(128, 256, 64, 3), 1.0, 450),
-    (SymmetricConfig(128, 256, 64, 3, split=2), 1.0, 450),
-    (SymmetricConfig(128, 192, 64, 4), 1.0, 500),
-    (SymmetricConfig(192, 192, 64, 3, 3, split=2), 1.0, 200),
-    (SymmetricConfig(128, 128, 64, 5, pingpong=True), 0.97, 200),
-    (SymmetricConfig(128, 128, 64, 5, pingpong=True, split=2), 0.97, 200),
-    (SymmetricConfig(128, 192, 64, 4, pingpong=True), 0.97, 300),
-    (SymmetricConfig(128, 128, 64, 4, split=3), 0.5, 700),
-    (SymmetricConfig(64, 128, 64, 4, 1, blocks_per_sm=2), 0.8, 300),
-    (SymmetricConfig(64, 64, 64, 5, 1, blocks_per_sm=2), 0.5, 300),
-)
-_EXCHANGE = 400  # columns of k that an exchange of sums costs
-_OFF_LINES = 0.8  # of the speed of turns is left where rows do not start on 128-byte lines: L2 reads two for one
-
-
-def heuristic(problem: Problem, device: DeviceFingerprint) -> SymmetricConfig:
-    """The first of ``seeds``."""
-    return seeds(problem, device)[0]
-
-
-def seeds(problem: Problem, device: DeviceFingerprint) -> list[SymmetricConfig]:
-    """A few configurations, cut to the problem's size, those first whose rounds over the triangle cost the least."""
-
-    def cost(entry: tuple[SymmetricConfig, float, int]) -> float:
-        config, speed, store = entry
-        if config.pingpong and (problem.k if problem.layout == "row" else problem.m) % 64:
-            speed *= _OFF_LINES
-        tiles = problem.batch * tile_count(problem.m, config.tile_m, config.tile_n)
-        rounds, rest, _ = rounds_of(tiles, device.sm_count * config.blocks_per_sm, config)
-        columns = rounds * (problem.k / speed + store)
-        if rest:
-            columns += problem.k / speed / config.split + store + _EXCHANGE
-        return config.blocks_per_sm * config.tile_m * config.tile_n * columns
-
-    cut = [(_cut(problem, config), speed, store) for config, speed, store in _UNTUNED]
-    legal = [entry for entry in cut if illegality(problem, entry[0], device) is None]
-    return [config for config, _, _ in sorted(legal or cut, key=cost)]
-
-
-def _cut(problem: Problem, config: SymmetricConfig) -> SymmetricConfig:
-    """The configuration with no more stages than k fills and no more tile rows a group than m has."""
-    group = next(size for size in (8, 4, 1) if size == 1 or size // 2 * config.tile_m < problem.m)
-    stages = max(2, min(config.stages, -(-(problem.k // config.split) // config.tile_k) + 1))
-    return replace(config, group=group, stages=stages)
 
 
 def program(problem: Problem, config: SymmetricConfig, device: DeviceFingerprint) -> Any:

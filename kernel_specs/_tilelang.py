@@ -1,15 +1,15 @@
-"""What every TileLang kernel shares: the tile configuration, what is refused, what is legal, and the default choice."""
+"""What every TileLang kernel shares: the tile configuration, what is refused, what is legal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.problem import ITEM_BYTES, Problem
-from dmuon_tune.space import choice, enumerate_space
+from dmuon_tune.space import choice
 
 TILE_M = (64, 128, 256)
 TILE_N = (64, 128, 192, 256)
@@ -18,10 +18,6 @@ CPU_MAX_TILE = 128  # an fp32 accumulator of 64 KiB: a core's second-level cache
 MAX_ELEMENTS = 2**31  # TileLang indexes tensors with int32
 TMA_ALIGNMENT_BYTES = 16  # of every stride; CUDA driver API, cuTensorMapEncodeTiled
 STATIC_SMEM_BYTES = 1024  # barriers, and the alignment of the swizzled tiles
-# One multiprocessor of an H200: fp16 multiply-adds a cycle with dense wgmma, and operand bytes a cycle through L2 with
-# all of them loading. With these two the model below ranks the measured tiles of 1024 to 8192 right (2026-11-29).
-MULTIPLY_ADDS_PER_CYCLE = 2048
-L2_BYTES_PER_CYCLE = 43
 
 
 @dataclass(frozen=True)
@@ -147,21 +143,6 @@ def illegality(problem: Problem, config: TileConfig, device: DeviceFingerprint, 
     return None
 
 
-def heuristic(problem: Problem, device: DeviceFingerprint, shape: Shape) -> TileConfig | None:
-    """The legal configuration that a model of the device ranks first; None where none is legal.
-
-    On a GPU: whole waves of tiles over the multiprocessors, each as long as the slower of its multiply-adds and its
-    loads through L2. On a CPU: the least padded work, then the largest tile.
-    """
-    legal = [config for config in _candidates() if illegality(problem, config, device, shape) is None]
-    rank = _cpu_rank if device.kind == "cpu" else _gpu_rank
-    return min(legal, key=lambda config: rank(problem, config, device, shape), default=None)
-
-
-def _candidates() -> Iterator[TileConfig]:
-    return enumerate_space(TileConfig)
-
-
 def _cpu_illegality(config: TileConfig) -> str | None:
     default = TileConfig()
     if (config.stages, config.threads, config.panel) != (default.stages, default.threads, default.panel):
@@ -174,26 +155,6 @@ def _cpu_illegality(config: TileConfig) -> str | None:
 def _mma_operands_in_registers(problem: Problem, shape: Shape, device: DeviceFingerprint) -> bool:
     """mma.sync takes its operands from registers; wgmma (sm_90 alone) reads them from shared memory."""
     return device.sm // 10 != 9 or not uses_tma(problem, shape, device)
-
-
-def _gpu_rank(problem: Problem, config: TileConfig, device: DeviceFingerprint, shape: Shape) -> tuple[Any, ...]:
-    waves = math.ceil(shape.tiles(config) * problem.batch / device.sm_count)
-    multiply_adds = config.tile_m * config.tile_n / MULTIPLY_ADDS_PER_CYCLE
-    loads = (config.tile_m + config.tile_n) * ITEM_BYTES[problem.dtype] / L2_BYTES_PER_CYCLE
-    padded_k = math.ceil(shape.k / config.tile_k) * config.tile_k
-    threads = 128 if config.tile_m * config.tile_n <= 64 * 128 else 256
-    panel = 8 if shape.rows >= 8192 else 1
-    crowded = config.tile_m * config.tile_n // config.threads > 128  # accumulators a thread; measured only below
-    return (
-        crowded, waves * max(multiply_adds, loads) * padded_k, abs(config.tile_k - 64), abs(config.stages - 4),
-        config.threads != threads, config.panel != panel, config.tile_m,
-    )
-
-
-def _cpu_rank(problem: Problem, config: TileConfig, device: DeviceFingerprint, shape: Shape) -> tuple[Any, ...]:
-    padded_k = math.ceil(shape.k / config.tile_k) * config.tile_k
-    work = shape.tiles(config) * config.tile_m * config.tile_n * padded_k
-    return work, -config.tile_m * config.tile_n, -config.tile_k
 
 
 def program(

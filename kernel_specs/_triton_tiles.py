@@ -1,15 +1,14 @@
-"""What the Triton products share: the tile configuration, what is refused, what is legal, and the default choice."""
+"""What the Triton products share: the tile configuration, what is refused, what is legal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from dmuon_tune.device import MAX_REGISTERS_PER_THREAD, DeviceFingerprint
 from dmuon_tune.problem import ITEM_BYTES, Problem
-from dmuon_tune.space import choice, enumerate_space
+from dmuon_tune.space import choice
 
 SOURCES = tuple(f"{__package__}.{name}" for name in ("_triton", "_triton_overlap", "_triton_products", "_triton_tiles"))
 TILE = (64, 128, 256)
@@ -18,7 +17,6 @@ WARP = 32
 ACCUMULATORS = MAX_REGISTERS_PER_THREAD // 2  # a thread's; the rest holds addresses and operands
 STATIC_SMEM_BYTES = 1024  # barriers
 MAX_ELEMENTS = 2**31  # of one matrix, indexed with int32
-BYTES_PER_CYCLE, MULTIPLY_ADDS_PER_CYCLE = 43, 2048  # of an H200's multiprocessor: L2 reads, dense fp16
 
 
 @dataclass(frozen=True)
@@ -108,27 +106,3 @@ def illegality(problem: Problem, config: TileConfig, device: DeviceFingerprint, 
     if accumulators > ACCUMULATORS + 1:
         return f"{accumulators} accumulators a thread leave too few of its {MAX_REGISTERS_PER_THREAD} registers"
     return None
-
-
-def heuristic(problem: Problem, device: DeviceFingerprint, shape: Shape) -> TileConfig | None:
-    """The legal configuration ranked first by tiles a multiprocessor (several run at once), each as long as the slower
-    of its multiply-adds and its loads through L2; None where none is legal.
-
-    Measured on an H200: a mirrored store leaves no registers for more than 64 sums a thread, and 64×64 tiles, which
-    wait for loads most, want 128 of k at a time.
-    """
-    roomy = ACCUMULATORS // 2 + 1 if shape.mirrored else ACCUMULATORS + 1
-
-    def rank(config: TileConfig) -> tuple[Any, ...]:
-        area = config.tile_m * config.tile_n
-        share = max(1.0, shape.tiles(config) * problem.batch / device.sm_count)
-        loads = (config.tile_m + config.tile_n) * ITEM_BYTES[problem.dtype] / BYTES_PER_CYCLE
-        tile_k, stages = (128, 3) if area == TILE[0] ** 2 else (64, 4 if area <= 128 * 128 else 3)
-        return (
-            area // (config.warps * WARP) > roomy, share * max(area / MULTIPLY_ADDS_PER_CYCLE, loads),
-            config.warps != (4 if area <= 64 * 128 else 8), abs(config.tile_k - tile_k), abs(config.stages - stages),
-            config.panel != (8 if shape.rows >= 8192 else 1), -config.tile_m if shape.mirrored else config.tile_m,
-        )
-
-    legal = [c for c in enumerate_space(TileConfig) if illegality(problem, c, device, shape) is None]
-    return min(legal, key=rank, default=None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dmuon_tune.spec import KernelSpec
 
-from ._cutedsl_apply_space import SOURCES, ApplyConfig, heuristic, illegality, program, refusal, seeds
+from ._cutedsl_apply_space import SOURCES, ApplyConfig, illegality, program, refusal
+from ._cutedsl_apply_untuned import heuristic, seeds
 
 KERNEL = KernelSpec(
     "apply", "cutedsl", ApplyConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic,

@@ -12,6 +12,7 @@ from dmuon_tune.spec import KernelSpec
 
 from . import _tilelang
 from ._tilelang import TileConfig, apply_shape, uses_tma
+from ._tilelang_untuned import heuristic
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
@@ -20,10 +21,6 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
 
 def illegality(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> str | None:
     return _tilelang.illegality(problem, config, device, apply_shape(problem))
-
-
-def heuristic(problem: Problem, device: DeviceFingerprint) -> TileConfig | None:
-    return _tilelang.heuristic(problem, device, apply_shape(problem))
 
 
 def build(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> tuple[Any, dict[str, Any], int]:

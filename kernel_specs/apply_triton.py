@@ -12,6 +12,7 @@ from dmuon_tune.spec import KernelSpec
 from . import _triton_tiles
 from ._triton import POINTERS, TritonKernel, TritonProgram, overlap
 from ._triton_tiles import TileConfig, apply_shape
+from ._triton_untuned import heuristic
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
@@ -20,10 +21,6 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
 
 def illegality(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> str | None:
     return _triton_tiles.illegality(problem, config, device, apply_shape(problem))
-
-
-def heuristic(problem: Problem, device: DeviceFingerprint) -> TileConfig | None:
-    return _triton_tiles.heuristic(problem, device, apply_shape(problem))
 
 
 def build(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> TritonProgram:

@@ -8,6 +8,7 @@ from dmuon_tune.spec import KernelSpec
 
 from . import _tilelang, _tilelang_symmetric
 from ._tilelang import TileConfig, symmetric_shape
+from ._tilelang_untuned import heuristic
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
@@ -16,10 +17,6 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
 
 def illegality(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> str | None:
     return _tilelang.illegality(problem, config, device, symmetric_shape(problem))
-
-
-def heuristic(problem: Problem, device: DeviceFingerprint) -> TileConfig | None:
-    return _tilelang.heuristic(problem, device, symmetric_shape(problem))
 
 
 KERNEL = KernelSpec(

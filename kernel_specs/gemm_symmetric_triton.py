@@ -9,6 +9,7 @@ from dmuon_tune.spec import KernelSpec
 from . import _triton_tiles
 from ._triton_symmetric import SOURCES, build
 from ._triton_tiles import TileConfig, symmetric_shape
+from ._triton_untuned import heuristic
 
 
 def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
@@ -17,10 +18,6 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
 
 def illegality(problem: Problem, config: TileConfig, device: DeviceFingerprint) -> str | None:
     return _triton_tiles.illegality(problem, config, device, symmetric_shape(problem))
-
-
-def heuristic(problem: Problem, device: DeviceFingerprint) -> TileConfig | None:
-    return _triton_tiles.heuristic(problem, device, symmetric_shape(problem))
 
 
 KERNEL = KernelSpec("gemm_symmetric", "triton", TileConfig, refusal, build, (__name__, *SOURCES), illegality, heuristic)

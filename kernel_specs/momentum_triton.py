@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.problem import ITEM_BYTES, Problem
-from dmuon_tune.space import choice
+from dmuon_tune.problem import Problem
 from dmuon_tune.spec import KernelSpec
 
 from ._triton import POINTERS, TritonKernel, TritonProgram, overlap
-from .momentum import MODES
+from ._triton_momentum_space import MomentumConfig, illegality, refusal
+from ._triton_momentum_untuned import heuristic
 
-MAX_PER_THREAD = 32  # elements: two sums of each are kept in registers
-
-
-@dataclass(frozen=True)
-class MomentumConfig:
-    """``block`` elements are read at once by ``warps``; each multiprocessor gets about ``per_sm`` programs a pass."""
-
-    block: int = choice(1024, (1024, 2048, 4096))
-    warps: int = choice(8, (4, 8))
-    per_sm: int = choice(8, (2, 4, 8))
-
-
-def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
-    if device.kind != "cuda":
-        return "the Triton kernels run on NVIDIA GPUs alone"
-    if problem.epilogue not in MODES:
-        return f"epilogue must be one of {', '.join(MODES)}, not {problem.epilogue}"
-    return None
-
-
-def illegality(problem: Problem, config: MomentumConfig, device: DeviceFingerprint) -> str | None:
-    if config.block > MAX_PER_THREAD * 32 * config.warps:
-        return f"more than {MAX_PER_THREAD} elements a thread"
-    return None
-
-
-def heuristic(problem: Problem, device: DeviceFingerprint) -> MomentumConfig:
-    """Few elements a thread, so that all programs run at once; of 16-bit momentum twice as many, whose two or three
-    streams else move too little at a time (H200, 2026-11-29)."""
-    wide = problem.epilogue != "none" and ITEM_BYTES[problem.dtype] == 2
-    return MomentumConfig(block=2048 if wide else 1024)
+PARTS = ("_triton", "_triton_overlap", "_triton_momentum", "_triton_momentum_space", "momentum")
 
 
 def programs(problem: Problem, config: MomentumConfig, device: DeviceFingerprint) -> int:
@@ -98,6 +67,5 @@ def build(problem: Problem, config: MomentumConfig, device: DeviceFingerprint) -
 
 KERNEL = KernelSpec(
     "momentum", "triton", MomentumConfig, refusal, build,
-    (__name__, *(f"{__package__}.{name}" for name in ("momentum", "_triton", "_triton_overlap", "_triton_momentum"))),
-    illegality, heuristic,
+    (__name__, *(f"{__package__}.{part}" for part in PARTS)), illegality, heuristic,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dmuon_tune.spec import KernelSpec
 
-from ._cutedsl_polar_space import SOURCES, PolarConfig, heuristic, illegality, program, refusal
+from ._cutedsl_polar_space import SOURCES, PolarConfig, illegality, program, refusal
+from ._cutedsl_polar_untuned import heuristic
 
 KERNEL = KernelSpec(
     "polar_small", "cutedsl", PolarConfig, refusal, program, (__name__, *SOURCES), illegality, heuristic

@@ -17,7 +17,8 @@ from torch import Tensor
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, ops
-from dmuon_tune.kernel_specs.momentum_triton import MomentumConfig, programs
+from dmuon_tune.kernel_specs._triton_momentum_space import MomentumConfig
+from dmuon_tune.kernel_specs.momentum_triton import programs
 from dmuon_tune.measure.verify import addresses, verify
 from dmuon_tune.problem import Problem
 

@@ -17,9 +17,9 @@ from dmuon_tune.backends import backends
 from dmuon_tune.backends.cubin import cubin_resources
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.kernel_specs import _triton_tiles, kernel, ops, polar_small_triton
+from dmuon_tune.kernel_specs import _triton_polar_space, _triton_tiles, kernel, ops
+from dmuon_tune.kernel_specs._triton_polar_space import PolarConfig
 from dmuon_tune.kernel_specs._triton_tiles import TileConfig, lower_tiles
-from dmuon_tune.kernel_specs.polar_small_triton import PolarConfig
 from dmuon_tune.measure.verify import verify
 from dmuon_tune.problem import Problem
 
@@ -133,7 +133,7 @@ def test_generated_code_fits(asked: Problem, config: Any, device: DeviceFingerpr
     binary = _compile(one, device, one.aligned)
     found = cubin_resources(binary.asm["cubin"])
     assert 0 < found["registers"] <= 255 and found["spill_bytes"] == 0
-    module = polar_small_triton if asked.op == "polar_small" else _triton_tiles
+    module = _triton_polar_space if asked.op == "polar_small" else _triton_tiles
     assert binary.metadata.shared <= module.smem_bytes(asked, config) <= device.smem_per_block_bytes
     assert {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}[device.arch] in binary.asm["ptx"]
 
