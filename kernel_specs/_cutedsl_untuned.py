@@ -14,11 +14,13 @@ from ._cutedsl_space import SymmetricConfig, illegality, rounds_of, tile_count
 _UNTUNED = (
     (SymmetricConfig(128, 256, 64, 3), 1.0, 450),
     (SymmetricConfig(128, 256, 64, 3, split=2), 1.0, 450),
+    (SymmetricConfig(128, 256, 64, 3, cluster=2), 1.0, 450),
     (SymmetricConfig(128, 192, 64, 4), 1.0, 500),
     (SymmetricConfig(192, 192, 64, 3, 3, split=2), 1.0, 200),
     (SymmetricConfig(128, 128, 64, 5, pingpong=True), 0.97, 200),
     (SymmetricConfig(128, 128, 64, 5, pingpong=True, split=2), 0.97, 200),
     (SymmetricConfig(128, 192, 64, 4, pingpong=True), 0.97, 300),
+    (SymmetricConfig(128, 192, 64, 4, pingpong=True, cluster=2), 0.97, 300),
     (SymmetricConfig(128, 128, 64, 4, split=3), 0.5, 700),
     (SymmetricConfig(64, 128, 64, 4, 1, blocks_per_sm=2), 0.8, 300),
     (SymmetricConfig(64, 64, 64, 5, 1, blocks_per_sm=2), 0.5, 300),
@@ -39,7 +41,7 @@ def seeds(problem: Problem, device: DeviceFingerprint) -> list[SymmetricConfig]:
         config, speed, store = entry
         if config.pingpong and (problem.k if problem.layout == "row" else problem.m) % 64:
             speed *= _OFF_LINES
-        tiles = problem.batch * tile_count(problem.m, config.tile_m, config.tile_n)
+        tiles = problem.batch * tile_count(problem.m, config.tile_m * config.cluster, config.tile_n)
         rounds, rest, _ = rounds_of(tiles, device.sm_count * config.blocks_per_sm, config)
         columns = rounds * (problem.k / speed + store)
         if rest:
@@ -53,6 +55,7 @@ def seeds(problem: Problem, device: DeviceFingerprint) -> list[SymmetricConfig]:
 
 def _cut(problem: Problem, config: SymmetricConfig) -> SymmetricConfig:
     """The configuration with no more stages than k fills and no more tile rows a group than m has."""
-    group = next(size for size in (8, 4, 1) if size == 1 or size // 2 * config.tile_m < problem.m)
+    rows = config.tile_m * config.cluster
+    group = next(size for size in (8, 4, 1) if size == 1 or size // 2 * rows < problem.m)
     stages = max(2, min(config.stages, -(-(problem.k // config.split) // config.tile_k) + 1))
     return replace(config, group=group, stages=stages)

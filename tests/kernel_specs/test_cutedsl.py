@@ -95,6 +95,13 @@ def test_the_legal_space_is_searchable_and_has_the_untuned_choice() -> None:
     assert len(KERNELS["gram"].legal_space(problem(m=4096), H200)) > 50
 
 
+@pytest.mark.parametrize("m", [6144, 8192, 12288])
+@pytest.mark.parametrize("op", ["gram", "gemm_symmetric"])
+def test_a_small_budget_tries_multicast_on_large_matrices(op: str, m: int) -> None:
+    asked = problem(op, m=m, k=m, epilogue="c" if op == "gemm_symmetric" else "none")
+    assert any(config.cluster > 1 for config in KERNELS[op].seeds(asked, H200)[:4])
+
+
 def test_few_tiles_take_no_turns_and_a_low_matrix_shares_no_columns() -> None:
     illegality = KERNELS["gram"].illegality
     assert "take turns" in (illegality(problem(m=1024), SymmetricConfig(group=4, pingpong=True), H200) or "")
