@@ -188,15 +188,6 @@ def forms(group: Group, dtype: str) -> tuple[str, ...]:
     return ("gram", *plain, *(() if dtype == "float32" else ("small",)))
 
 
-def default_form(group: Group) -> str:
-    """The form where none was timed: the one of fewer FLOPs in a library that counts symmetric products in full.
-
-    Five steps with one restart: plain 20·m²n + 10·m³, Gram 8·m²n + 28·m³, equal at n = 1.5·m. Near square the plain
-    form is also the more accurate one in fp16.
-    """
-    return "plain" if 2 * group.n < 3 * group.m else "gram"
-
-
 def default_dtype(device_kind: str) -> str:
     """The chain's arithmetic where none is asked: fp16 on a GPU; fp32 on a CPU, which multiplies fp16 slower."""
     return "float16" if device_kind == "cuda" else "float32"

@@ -24,11 +24,14 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import DmuonTuneError, MissingEntryError, UsageError
 from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.problem import DTYPES, Problem
-from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, Recipe, chain, default_dtype, default_form
+from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Form, Group, Recipe, chain, default_dtype
 
 from .resolve import Binding, Resolver
 
 ON_MISS_VARIABLE = "DMUON_TUNE_ON_MISS"
+# Between forms of equal FLOPs: whole chains took 2057 µs in the Gram form and 2176 in the plain one at 1×4096×4096,
+# 7719 and 7388 at 56×1536×1536 (H200, 2026-11-30).
+GRAM_FROM_M = 4096
 POLICIES = ("heuristic", "nearest", "tune", "error")
 
 logger = getLogger("dmuon_tune.runtime")
@@ -184,34 +187,45 @@ def _recipe(
     resolver: Resolver, group: Group, dtype: str, steps: int, restarts: tuple[int, ...]
 ) -> tuple[str, Recipe]:
     """(Layer label, recipe) of the caches for this group, or the default one."""
-    default = _default_recipe(resolver, group, dtype, steps, restarts)
-    found = resolver.layers.recipe(resolver.device, group, dtype)
-    if found is None:
-        return "", default
-    layer, kept = found
-    if (kept.steps, kept.restarts) == (steps, restarts):
+    layer, kept = resolver.layers.recipe(resolver.device, group, dtype) or ("", None)
+    if kept is not None and (kept.steps, kept.restarts) == (steps, restarts):
         return layer, kept
-    if kept.form == "small":  # whose kernel is of other steps
-        return "", default
+    if kept is None or kept.form == "small":  # whose kernel is of other steps
+        return "", _default_recipe(resolver, group, dtype, steps, restarts)
     return layer, replace(kept, steps=steps, restarts=restarts, cost_us=None, p20_us=None, p80_us=None)
 
 
 def _default_recipe(
     resolver: Resolver, group: Group, dtype: str, steps: int, restarts: tuple[int, ...]
 ) -> Recipe:
-    """The whole recurrence in one launch where a kernel has it for a 16-bit chain, else the form of fewer FLOPs."""
+    """The whole recurrence in one launch where a kernel has it for a 16-bit chain, else the cheaper form."""
     small = Recipe(group, "small", dtype, steps, restarts)
     if dtype != "float32" and all(map(resolver.untuned_small, small.products())):
         return small
-    return replace(small, form=default_form(group))
+    return replace(small, form=_cheaper_form(resolver, small))
+
+
+def _cheaper_form(resolver: Resolver, recipe: Recipe) -> Form:
+    """The form of fewer FLOPs by the kernels at hand, which compute a symmetric product's lower tiles or all of it.
+
+    Five steps with one restart: plain 15·m²n + 5·m³ and Gram 6·m²n + 14·m³, equal at n = m; in a library that knows no
+    symmetry 20·m²n + 10·m³ and 8·m²n + 28·m³, equal at n = 1.5·m. Where they are equal the plain form, of fewer
+    launches and the more accurate one in fp16, but for matrices from GRAM_FROM_M on.
+    """
+    plain, gram = (
+        sum(count * resolver.flops(problem) for problem, count in replace(recipe, form=form).products().items())
+        for form in ("plain", "gram")
+    )
+    return "gram" if gram < plain or (gram == plain and recipe.group.m >= GRAM_FROM_M) else "plain"
 
 
 def _bind(resolver: Resolver, layer: str, recipe: Recipe) -> GroupPlan:
     picks = {pick.problem: pick for pick in recipe.picks}
     bindings = {problem: resolver.bind(problem, picks.get(problem), layer) for problem in recipe.products()}
     if recipe.form == "small" and any(bound.origin == "library" for bound in bindings.values()):
-        form = default_form(recipe.group)  # its kernel is gone, and the library has none in one launch
-        return _bind(resolver, "", Recipe(recipe.group, form, recipe.dtype, recipe.steps, recipe.restarts))
+        bare = Recipe(recipe.group, "small", recipe.dtype, recipe.steps, recipe.restarts)
+        # Its kernel is gone, and the library has none in one launch.
+        return _bind(resolver, "", replace(bare, form=_cheaper_form(resolver, bare)))
     return GroupPlan(recipe, layer, MappingProxyType(bindings))
 
 

@@ -88,11 +88,9 @@ class Resolver:
             self.bound.setdefault(problem, binding)
             return binding
         if problem not in self.bound:
-            choice = self._tuned(problem)
-            if choice is None:
+            choice = self._choice(problem)
+            if choice.origin != "tuned":
                 self.missing.append(problem)
-                nearest = self._nearest(problem) if self._use_nearest else None
-                choice = nearest or self._fused(problem) or self._untuned(problem)
             self.bound[problem] = self._when_needed(problem, choice)
         return self.bound[problem]
 
@@ -110,9 +108,23 @@ class Resolver:
         except NoLegalConfigError:  # it did not compile, and the library does not serve it
             return None
 
+    def flops(self, problem: Problem) -> int:
+        """FLOPs of a product by the kernel that would serve it: the library computes a symmetric one in full."""
+        op = ops()[problem.op]
+        in_full = op.symmetric_output and self._choice(problem).spec.name == library_kernel(problem.op)
+        return op.flops(problem) * (2 if in_full else 1)
+
     def untuned_small(self, problem: Problem) -> bool:
         """Whether a whole recurrence has an untuned kernel in one launch here."""
         return self._fused(problem) is not None
+
+    def _choice(self, problem: Problem) -> _Choice:
+        """What serves a problem: its tuned kernel, else by the miss policy."""
+        tuned = self._tuned(problem)
+        if tuned is not None:
+            return tuned
+        nearest = self._nearest(problem) if self._use_nearest else None
+        return nearest or self._fused(problem) or self._untuned(problem)
 
     def _when_needed(self, problem: Problem, choice: _Choice) -> Binding:
         """Compiled now; a whole recurrence at its first launch, for a chain's ends have mostly one in other dtypes."""

@@ -72,6 +72,31 @@ def test_muon_updates_weights_in_the_last_product(tmp_path: Path) -> None:
     assert ("apply.cutedsl", Problem("apply", 4, 1024, 4096, 1024, "float16", "float32", "col", "w")) in build.asked
 
 
+A100 = DeviceFingerprint("NVIDIA A100", "sm_80", 108, 166912, 40 * 2**20, 80 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "shape", "form"),
+    [
+        (H200, "float16", (1024, 1024), "plain"),  # as many FLOPs in either form
+        (H200, "float16", (4096, 4096), "gram"),
+        (H200, "float16", (1280, 1024), "gram"),
+        (H200, "float32", (1280, 1024), "plain"),  # the library serves it, which multiplies in full
+        (A100, "float16", (1024, 1280), "plain"),
+        (A100, "float16", (1024, 1536), "plain"),
+        (A100, "float16", (1024, 1600), "gram"),
+    ],
+    ids=lambda value: getattr(value, "arch", str(value)),
+)
+def test_without_a_recipe_the_form_of_fewer_flops_runs(
+    tmp_path: Path, device: DeviceFingerprint, dtype: str, shape: tuple[int, int], form: str
+) -> None:
+    pytest.importorskip("cutlass")
+    found = Resolver(device, Layers.open({"HOME": str(tmp_path)}), use_nearest=False, build=Builds())
+    layer, recipe = _recipe(found, Group(2, *shape), dtype, 5, (2,))
+    assert (layer, recipe.form, found.missing) == ("", form, [])
+
+
 def test_small_matrices_take_one_launch_compiled_for_their_dtype_alone(tmp_path: Path) -> None:
     build = Builds()
     assert bound(tmp_path, Group(64, 128, 128), build, "bfloat16", "none", "bfloat16")["form"] == "small"
