@@ -171,7 +171,7 @@ class TrialRow(Outcome, Base):
 
 
 class WinnerRow(Base):
-    """The fastest ok trial of a key."""
+    """The best ok trial of a key."""
 
     __tablename__ = "dmuon_winners"
 

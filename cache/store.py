@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,13 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sqlalchemy import URL, ColumnElement, Engine, Select, and_, func, or_, select
+from sqlalchemy import URL, ColumnElement, Engine, Select, Text, and_, delete, func, not_, or_, select, type_coerce
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import CacheError
-from dmuon_tune.measurement import Measurement
+from dmuon_tune.measurement import Measurement, race_winner
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
@@ -36,7 +36,8 @@ logger = getLogger("dmuon_tune.cache")
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A key's fastest correct configuration. ``validation`` says how it was checked, ``provenance`` where and when."""
+    """A key's best correct configuration: what a race decided for, else the fastest. ``validation`` says how it was
+    checked, ``provenance`` where and when."""
 
     key: TuningKey
     config: dict[str, Any]
@@ -170,8 +171,9 @@ class Store:
     ) -> None:
         """Keep one result, in one transaction. Of two results of one configuration the better one stays.
 
-        Ok beats a failure and faster beats slower; of two failures the first stays. ``validation`` says how an ok
-        result was checked; left out, it is ``provenance["validation"]`` where there is one.
+        Ok beats a failure, undisturbed beats disturbed and faster beats slower; of two failures the first stays, and a
+        race's result until the next race. ``validation`` says how an ok result was checked; left out, it is
+        ``provenance["validation"]`` where there is one.
         """
         values = {
             **_measurement_columns(measurement),
@@ -185,14 +187,35 @@ class Store:
             is_better = _is_better(insert.excluded, TrialRow)
             session.execute(insert.on_conflict_do_update(["key_id", "config"], set_=values, where=is_better))
             if measurement.ok:
-                of_config = and_(TrialRow.key_id == key_id, TrialRow.config == config)
-                self._crown(session, key_id, session.scalar(select(TrialRow.id).where(of_config)), measurement)
+                self._crown(session, key_id)
 
-    def _crown(self, session: Session, key_id: int, trial_id: int | None, measurement: Measurement) -> None:
-        values = {"trial_id": trial_id, "median_us": measurement.median_us}
+    def record_race(
+        self, results: Sequence[tuple[TuningKey, dict[str, Any], Measurement]], provenance: dict[str, Any]
+    ) -> None:
+        """Keep how one problem's finalists ended, in one transaction, in place of what was known of them: ok results
+        with their ``race`` in the resources, or failures. When they were first tried stays as it was."""
+        with self._writing() as session:
+            for key, config, measurement in sorted(results, key=lambda result: result[0].sha256):
+                key_id = self._key_id(session, key)
+                values = {**_measurement_columns(measurement), "provenance": provenance}
+                values["validation"] = str(provenance.get("validation", "")) if measurement.ok else ""
+                insert = self._upsert(TrialRow).values(key_id=key_id, config=config, created_at=_now(), **values)
+                session.execute(insert.on_conflict_do_update(["key_id", "config"], set_=values))
+                self._crown(session, key_id)
+
+    def _crown(self, session: Session, key_id: int) -> None:
+        """Let the key's winner be what its last race decided for, else the fastest."""
+        # One writer of a key at a time: else each of two would miss the other's result.
+        session.execute(select(KeyRow.id).where(KeyRow.id == key_id).with_for_update())
+        rows = session.scalars(select(TrialRow).where(TrialRow.key_id == key_id, TrialRow.status == "ok")).all()
+        if not rows:
+            session.execute(delete(WinnerRow).where(WinnerRow.key_id == key_id))
+            return
+        raced = race_winner([row.measurement() for row in rows])
+        best = min(rows, key=lambda row: (row.median_us or 0.0, row.id)) if raced is None else rows[raced]
+        values = {"trial_id": best.id, "median_us": best.median_us}
         insert = self._upsert(WinnerRow).values(key_id=key_id, **values)
-        is_faster = insert.excluded.median_us < WinnerRow.median_us
-        session.execute(insert.on_conflict_do_update(["key_id"], set_=values, where=is_faster))
+        session.execute(insert.on_conflict_do_update(["key_id"], set_=values))
 
     def _key_id(self, session: Session, key: TuningKey) -> int:
         found = session.scalar(select(KeyRow.id).where(KeyRow.sha256 == key.sha256))
@@ -227,7 +250,7 @@ class Store:
             return [(row.key.value(), _trial(row)) for row in rows]
 
     def best(self, key: TuningKey) -> CacheEntry | None:
-        """The fastest ok configuration of a key, None where there is none yet."""
+        """The best ok configuration of a key, None where there is none yet."""
         with self._reading() as session:
             row = session.scalar(_winners().where(KeyRow.sha256 == key.sha256))
             return None if row is None else _entry(row)
@@ -308,7 +331,13 @@ class Store:
 
 
 def _is_better(new: Any, kept: Any) -> ColumnElement[bool]:
-    return and_(new.status == "ok", or_(kept.status != "ok", new.median_us < kept.median_us))
+    def says(row: Any, name: str) -> ColumnElement[bool]:
+        return type_coerce(row.resources, Text).contains(f'"{name}":')  # only what is true, and canonical text
+
+    cleaner = and_(says(kept, "contended"), not_(says(new, "contended")))
+    as_clean = or_(says(kept, "contended"), not_(says(new, "contended")))
+    better = or_(cleaner, and_(as_clean, new.median_us < kept.median_us))
+    return and_(new.status == "ok", or_(kept.status != "ok", and_(not_(says(kept, "race")), better)))
 
 
 def _winners() -> Select[TrialRow]:

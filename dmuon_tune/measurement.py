@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 Status = Literal["ok", "illegal", "compile_error", "launch_error", "wrong_result", "timeout", "crashed"]
 STATUSES: tuple[str, ...] = get_args(Status)
+CHALLENGE = 1.1  # a screening's median may be this far from a race's, which came later and took longer
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class Measurement:
 
     ``samples`` are the timed windows' microseconds a call. ``max_rel_err`` is the largest elementwise error against
     float64, |out − ref| / (|ref| + rms(ref)). ``resources`` holds what the backend reports (registers a thread,
-    shared memory in bytes, compile seconds).
+    shared memory in bytes, compile seconds) and what the timing found: ``contended`` where other processes disturbed
+    it, ``race`` where these are times of a race of finalists.
     """
 
     status: str
@@ -40,6 +43,17 @@ class Measurement:
     def ok(self) -> bool:
         return self.status == "ok"
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether other processes disturbed its windows, so that its times are too long."""
+        return bool(self.resources.get("contended"))
+
+    @property
+    def place(self) -> int | None:
+        """0 for the winner of a problem's latest race, 1 for the next, and so on; None for what was not raced."""
+        place: int | None = self.resources.get("race", {}).get("place")
+        return place
+
     @classmethod
     def from_samples(
         cls, samples_us: list[float], max_rel_err: float, resources: dict[str, Any], log: str = ""
@@ -60,3 +74,15 @@ class Measurement:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Measurement:
         return cls(**{**fields, "samples": tuple(fields["samples"])})
+
+
+def race_winner(measurements: Sequence[Measurement]) -> int | None:
+    """Which of one problem's ok measurements a race decided for; None where none was raced, or where one that was not
+    is so much faster that no race of it could end otherwise."""
+    raced = [index for index, measurement in enumerate(measurements) if measurement.place is not None]
+    if not raced:
+        return None
+    first = min(raced, key=lambda index: (measurements[index].place or 0, measurements[index].median_us or 0.0))
+    limit_us = (measurements[first].median_us or 0.0) / CHALLENGE
+    beaten = any(each.place is None and (each.median_us or limit_us) < limit_us for each in measurements)
+    return None if beaten else first

@@ -120,9 +120,7 @@ def check_and_time(bound: BoundChain, job: ChainJob, resources: dict[str, Any]) 
         return Measurement("wrong_result", max_rel_err=found, resources=resources, log=failure)
     del results
     timing = time_warm(bound, job.device)
-    resources = {**resources, "launches_per_window": timing.launches, "warm": True}
-    if timing.contended:
-        resources["contended"] = True
+    resources = {**resources, **timing.facts(), "warm": True}
     return Measurement.from_samples(timing.samples_us, error, resources)
 
 

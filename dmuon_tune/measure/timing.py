@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -15,6 +16,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.problem import Problem
 from dmuon_tune.spec import OpSpec
 
+from .clocks import Clocks, Reading
 from .contention import Contention
 from .verify import as_launched, in_launch_order, random_scalars
 
@@ -25,6 +27,8 @@ GPU_BURN_IN_US = 20_000.0
 GPU_TOTAL_US = 1_000_000.0
 GPU_MIN_WINDOWS = 5
 GPU_MAX_LAUNCHES = 1024
+GPU_GROUP = 5  # windows between two readings of the clock ...
+GPU_RETAKES = 3  # ... and how many groups are taken again where it moved
 CPU_WINDOW_US = 2_000.0
 CPU_TOTAL_US = 500_000.0
 CPU_MIN_WINDOWS = 3
@@ -41,13 +45,25 @@ MEMORY_SHARE = 0.5  # of the GPU's free memory for rotating buffers
 class Timing:
     """``samples_us``: microseconds a call, one for each window of ``launches`` calls over ``sets`` sets of buffers.
 
-    ``contended``: other processes disturbed nearly every window, and these are the fastest.
+    ``contended``: other processes disturbed nearly every window, and these are the fastest. ``clock`` is the GPU's at
+    the end, where it can be read; ``moved`` says that it never held still.
     """
 
     samples_us: list[float]
     launches: int
     sets: int
     contended: bool = False
+    clock: Reading | None = None
+    moved: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """What of it a measurement's resources keep."""
+        return {
+            "launches_per_window": self.launches,
+            **({"contended": True} if self.contended else {}),
+            **({"clock": self.clock.to_dict()} if self.clock else {}),
+            **({"clock_moved": True} if self.moved else {}),
+        }
 
 
 Call = Callable[..., Any]
@@ -60,6 +76,14 @@ def time_launch(
 ) -> Timing:
     """Time ``launch`` on the current device, cold; raises whatever the launch raises, and RuntimeError where a graph of
     it does not write its outputs (a kernel that is not launched on the current stream)."""
+    first, sets_for = cold_sets(op, problem, device, fingerprint, seed)
+    return _time(launch, first, sets_for, device)
+
+
+def cold_sets(
+    op: OpSpec, problem: Problem, device: str, fingerprint: DeviceFingerprint, seed: int
+) -> tuple[list[Any], SetsFor]:
+    """(Arguments of a launch, those of so many launches in turn): more of them than a cache holds."""
     scalars = random_scalars(op, problem, seed)
     inputs = op.make_inputs(problem, device, seed)
     first = _argument_set(op, problem, inputs, scalars, device)
@@ -72,7 +96,7 @@ def time_launch(
         launched = [as_launched(op, problem, each) for each in sets]
         return launched, lambda graph: _check_graph_writes(graph, op, problem, sets)
 
-    return _time(launch, as_launched(op, problem, first), sets_for, device)
+    return as_launched(op, problem, first), sets_for
 
 
 def time_warm(call: Callable[[], Any], device: str) -> Timing:
@@ -81,7 +105,7 @@ def time_warm(call: Callable[[], Any], device: str) -> Timing:
 
 
 def _time(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
-    return (_time_cuda if device.startswith("cuda") else _time_cpu)(launch, first, sets_for)
+    return (_time_cuda if device.startswith("cuda") else _time_cpu)(launch, first, sets_for, device)
 
 
 def _argument_set(op: OpSpec, problem: Problem, inputs: Any, scalars: list[float], device: str) -> list[Any]:
@@ -107,13 +131,16 @@ def _windows(window_us: float, total_us: float, fewest: int) -> int:
     return max(fewest, min(WINDOWS, int(total_us / window_us)))
 
 
-def _time_cpu(launch: Call, first: list[Any], sets_for: SetsFor) -> Timing:
-    def window(arguments: Iterator[list[Any]], launches: int) -> float:
-        begin = time.perf_counter_ns()
-        for _ in range(launches):
-            launch(*next(arguments))
-        return (time.perf_counter_ns() - begin) / 1000 / launches
+def cpu_window(launch: Call, arguments: Iterator[list[Any]], launches: int) -> float:
+    """Microseconds a call over one window of ``launches`` calls."""
+    begin = time.perf_counter_ns()
+    for _ in range(launches):
+        launch(*next(arguments))
+    return (time.perf_counter_ns() - begin) / 1000 / launches
 
+
+def _time_cpu(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
+    window = partial(cpu_window, launch)
     window(iter([first]), 1)  # warms up
     calls_us = [window(iter([first]), 1)]
     while sum(calls_us) < CPU_ESTIMATE_US and len(calls_us) < CPU_ESTIMATE_CALLS:  # most may be disturbed, hardly all
@@ -155,12 +182,12 @@ def _clean_windows(window: Callable[[], float], count: int, limit_s: float) -> t
     return sorted(clean + disturbed)[:CPU_MIN_WINDOWS], True
 
 
-def _time_cuda(launch: Call, first: list[Any], sets_for: SetsFor) -> Timing:
+def _time_cuda(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
     estimate_us = _estimate_cuda_us(launch, first)
     for _ in range(2):  # a short kernel launched alone takes the launch time: the first graph corrects that
         launches = max(1, min(math.ceil(GPU_WINDOW_US / estimate_us), GPU_MAX_LAUNCHES))
         sets, check = sets_for(launches)
-        graph = _capture(launch, sets, launches)
+        graph = capture(launch, sets, launches)
         check(graph)
         window_us = _elapsed_us(graph.replay)
         if window_us >= GPU_WINDOW_US or launches == GPU_MAX_LAUNCHES:
@@ -168,15 +195,47 @@ def _time_cuda(launch: Call, first: list[Any], sets_for: SetsFor) -> Timing:
         estimate_us = window_us / launches / 1.1
     for _ in range(math.ceil(GPU_BURN_IN_US / window_us)):
         graph.replay()
+    count = _windows(window_us, GPU_TOTAL_US, GPU_MIN_WINDOWS)
+    windows_us, clock, moved = _steady_windows(graph, count, Clocks.of(device))
+    return Timing([each / launches for each in windows_us], launches, len(sets), clock=clock, moved=moved)
+
+
+def _steady_windows(
+    graph: torch.cuda.CUDAGraph, count: int, clocks: Clocks | None
+) -> tuple[list[float], Reading | None, bool]:
+    """(microseconds of ``count`` windows, the last reading, whether the clock moved in spite of GPU_RETAKES)."""
+    kept: list[float] = []
+    retakes, last, moved = 0, None, False
+    while len(kept) < count:
+        before = clocks.read() if clocks else None
+        windows_us, after = graph_windows([graph] * min(GPU_GROUP, count - len(kept)), clocks)
+        steady = before is None or after is None or before.is_steady_to(after)
+        if not steady and retakes < GPU_RETAKES:
+            retakes += 1
+            continue
+        kept += windows_us
+        last, moved = after, moved or not steady
+    return kept, last, moved
+
+
+def graph_windows(
+    graphs: list[torch.cuda.CUDAGraph], clocks: Clocks | None
+) -> tuple[list[float], Reading | None]:
+    """(microseconds of one replay of each, in order, without a gap; the clock as the last of them ran)."""
+    graphs[0].replay()  # not timed: on an idle GPU the first would take the host's launch as well
     events = []
-    for _ in range(_windows(window_us, GPU_TOTAL_US, GPU_MIN_WINDOWS)):
+    for graph in graphs:
         begin, end = _event(), _event()
         begin.record()
         graph.replay()
         end.record()
         events.append((begin, end))
+    reading = None
+    if clocks:
+        events[-1][0].synchronize()
+        reading = clocks.read()
     torch.cuda.synchronize()
-    return Timing([begin.elapsed_time(end) * 1000 / launches for begin, end in events], launches, len(sets))
+    return [float(begin.elapsed_time(end)) * 1000 for begin, end in events], reading
 
 
 def _estimate_cuda_us(launch: Call, arguments: list[Any], calls: int = 3) -> float:
@@ -201,7 +260,8 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _capture(launch: Call, sets: list[list[Any]], launches: int) -> torch.cuda.CUDAGraph:
+def capture(launch: Call, sets: list[list[Any]], launches: int) -> torch.cuda.CUDAGraph:
+    """A graph of so many launches, over the sets in turn."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

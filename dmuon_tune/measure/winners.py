@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dmuon_tune.backends import is_peer
 from dmuon_tune.cache import CacheEntry
 from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.measurement import race_winner
 from dmuon_tune.space import config_to_dict
 from dmuon_tune.spec import KernelSpec
 
@@ -54,17 +55,22 @@ def contenders(
 
 
 def winner(among: Iterable[Contender]) -> CacheEntry | None:
-    """The smallest median; a tie goes to the library, one of this project's kernels, an untuned configuration, less
-    shared memory, the lexically first kernel and configuration. None without contenders."""
+    """What a race of finalists decided for; without one the smallest median, where a tie goes to the preferred. None
+    without contenders."""
     entrants = list(among)
     if not entrants:
         return None
+    raced = race_winner([contender.entry.measurement for contender in entrants])
+    if raced is not None:
+        return entrants[raced].entry
     limit = TIE * min(contender.median_us for contender in entrants)
     tied = [contender for contender in entrants if contender.median_us <= limit]
-    return min(tied, key=_preference).entry
+    return min(tied, key=preference).entry
 
 
-def _preference(contender: Contender) -> tuple[bool, bool, bool, float, str, str]:
+def preference(contender: Contender) -> tuple[bool, bool, bool, float, str, str]:
+    """The order among ties: the library, this project's kernels, an untuned configuration, less shared memory, the
+    lexically first kernel and configuration."""
     entry = contender.entry
     smem_bytes = float(entry.measurement.resources.get("smem_bytes", math.inf))
     config = json.dumps(entry.config, sort_keys=True)

@@ -123,9 +123,7 @@ def _verify_and_time(
     if verdict.failure:
         return Measurement("wrong_result", max_rel_err=verdict.max_rel_err, resources=resources, log=verdict.failure)
     timing = time_launch(launch, op, job.problem, job.device, device, job.seed)
-    resources = {**resources, "launches_per_window": timing.launches, "rotating_sets": timing.sets}
-    if timing.contended:
-        resources["contended"] = True
+    resources = {**resources, **timing.facts(), "rotating_sets": timing.sets}
     return Measurement.from_samples(timing.samples_us, verdict.max_rel_err or 0.0, resources)
 
 

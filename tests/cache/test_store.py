@@ -185,3 +185,51 @@ def test_timed_chains_are_kept_by_all_that_makes_them(store: Store, key: TuningK
     ):
         assert store.chain_trial(other) is None
     assert store.counts() == {}
+
+
+def test_an_undisturbed_timing_replaces_a_disturbed_one_however_fast(store: Store, key: TuningKey, ok: Ok) -> None:
+    chain = ChainKey(Recipe(Group(8, 2048, 5464), "gram", "float16"), "code", key.device)
+    for recorded, expected in [
+        (ok(10.0, contended=True), 10.0), (ok(9.0, contended=True), 9.0), (ok(12.0), 12.0),
+        (ok(8.0, contended=True), 12.0), (ok(11.0), 11.0), (Measurement("timeout"), 11.0),
+    ]:
+        store.record(key, CONFIG, recorded, {})
+        store.record_chain(chain, recorded, {})
+        (trial,), (timed,) = store.trials(key), store.chain_trials()
+        best = store.best(key)
+        assert best is not None and best.measurement == trial.measurement == timed.measurement
+        assert trial.measurement.median_us == expected
+
+
+def test_a_race_decides_for_its_winner_until_something_is_far_faster(store: Store, key: TuningKey, ok: Ok) -> None:
+    configs = [{"block": block} for block in range(5)]
+    for config, median_us in zip(configs, [10.0, 11.0, 12.0, 13.0], strict=False):
+        store.record(key, config, ok(median_us), {"validation": "screened"})
+    created = [trial.created_at for trial in store.trials(key)]
+    failure = Measurement("wrong_result", log="a rare race")
+    store.record_race(
+        [
+            (key, configs[0], failure), (key, configs[1], ok(11.5, race={"place": 1})),
+            (key, configs[2], ok(11.6, race={"place": 0})),
+        ],
+        {"validation": "raced"},
+    )
+    best = store.best(key)
+    assert best is not None and (best.config, best.validation) == (configs[2], "raced")
+    trials = store.trials(key)
+    assert [trial.created_at for trial in trials] == created
+    assert [trial.measurement.status for trial in trials] == ["wrong_result", "ok", "ok", "ok"]
+    assert [entry.config for entry in store.entries()] == [configs[2]]
+    store.record(key, configs[2], ok(9.0), {})  # a screening once more is no race
+    store.record(key, configs[3], ok(11.0), {})  # nor is this one's enough
+    assert [trial.measurement.median_us for trial in store.trials(key)] == [None, 11.5, 11.6, 11.0]
+    assert store.best(key) == best
+    store.record(key, configs[4], ok(5.0), {})
+    faster = store.best(key)
+    assert faster is not None and faster.config == configs[4]
+    raced_last = [(key, configs[4], ok(5.5, race={"place": 1})), (key, configs[2], ok(5.4, race={"place": 0}))]
+    store.record_race(raced_last, {})
+    again = store.best(key)
+    assert again is not None and again.config == configs[2]
+    store.record_race([(key, config, failure) for config in configs], {})
+    assert store.best(key) is None and store.entries() == []

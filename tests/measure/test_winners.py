@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,3 +60,19 @@ def test_the_winner_is_never_slower_than_the_library(drawn: list[tuple[str, floa
         assert median_us <= 1.02 * min(entrant.median_us for entrant in entrants)
         if chosen.key.kernel != "gram.library":
             assert all(median_us <= entrant.median_us for entrant in entrants if entrant.is_library)
+
+
+def raced(kernel: str, median_us: float, place: int, tile: int = 0) -> Contender:
+    found = contender(kernel, median_us, tile=tile)
+    measurement = replace(found.entry.measurement, resources={"race": {"place": place}})
+    return replace(found, entry=replace(found.entry, measurement=measurement))
+
+
+def test_a_race_decides_across_kernels_until_something_is_far_faster() -> None:
+    first, second = raced("gram.tilelang", 10.3, 0), raced("gram.library", 10.0, 1)
+    assert winner([second, first]) == first.entry
+    assert winner([second, first, contender("gram.cutedsl", 9.5)]) == first.entry
+    faster = contender("gram.cutedsl", 9.0)
+    assert winner([second, first, faster]) == faster.entry
+    older = raced("gram.tilelang", 12.0, 0, tile=3)  # of an earlier race that nothing of the later one was in
+    assert winner([older, second, first]) == first.entry
