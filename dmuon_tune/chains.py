@@ -12,7 +12,8 @@ from dmuon_tune.kernel_specs.polar_small import input_scale
 
 SQUARES = {"gram": 4, "plain": 2, "small": 0}  # (batch, m, m) buffers that a form needs
 
-Launches = Mapping[tuple[str, str], Callable[..., Any]]  # by (op, epilogue)
+Launch = Callable[..., Any]
+Launches = Mapping[tuple[str, str], Launch]  # by (op, epilogue)
 Triple = tuple[float, float, float]
 
 
@@ -70,12 +71,16 @@ def last_product(form: str) -> tuple[str, str]:
 
 def all_but_last(
     form: str, launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
-    restarts: Sequence[int],
+    restarts: Sequence[int], with_identity: Launch | None = None,
 ) -> Last:
-    """:func:`run` up to its last product, which it returns."""
+    """:func:`run` up to its last product, which it returns.
+
+    ``with_identity``, ``gemm_symmetric`` with epilogue ``ci``, makes the plain form's last product αQX as the Gram
+    form's is: of Q = Z + aI.
+    """
     scale = input_scale(squares[0].shape[-1])
     if form == "plain":
-        return _plain(launches, x, y, squares, triples, scale)
+        return _plain(launches, x, y, squares, triples, scale, with_identity)
     return _gram(launches, x, y, squares, triples, restarts, scale)
 
 
@@ -109,19 +114,22 @@ def _gram(
 
 
 def _plain(
-    launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple], scale: float
+    launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple], scale: float,
+    with_identity: Launch | None,
 ) -> Last:
     """The first step takes the scale out."""
     gram, apply = launches["gram", "none"], launches["apply", "c"]
     symmetric = launches["gemm_symmetric", "c"]
     square, polynomial = squares
-    last: Last | None = None
-    for a, b, c in triples:
-        if last is not None:
-            apply(last.q, last.x, last.out, *last.scalars)
-            x, y, scale = y, x, 1.0
+    end = len(triples) - 1
+    for step, (a, b, c) in enumerate(triples):
         gram(x, square, 1.0)
-        symmetric(square, square, square, polynomial, c / scale**4, b / scale**2)
-        last = Last(polynomial, x, y, (1.0 / scale, a / scale))
-    assert last is not None
-    return last
+        factors = c / scale**4, b / scale**2
+        if step == end and with_identity is not None:
+            with_identity(square, square, square, polynomial, *factors, a)
+            break
+        symmetric(square, square, square, polynomial, *factors)
+        if step < end:
+            apply(polynomial, x, y, 1.0 / scale, a / scale)
+            x, y, scale = y, x, 1.0
+    return Last(polynomial, x, y, (1.0 / scale,) if with_identity else (1.0 / scale, a / scale))

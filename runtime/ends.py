@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dmuon_tune.measure.winners import library_kernel
 from dmuon_tune.problem import DTYPES, Problem
 
 from .plan import GroupPlan
@@ -19,13 +20,15 @@ class Ends:
     """Launches around a chain; where one is missing, PyTorch does its work in more passes.
 
     ``first`` is the op ``momentum``. By piece size: ``last`` writes the wanted dtype, ``direct`` is the small form on
-    the matrices as they are, ``weights`` updates the weights in the last product.
+    the matrices as they are, ``weights`` updates the weights in the last product; that has no βX, so before it the
+    plain form's last Z + aI is ``with_identity``'s.
     """
 
     first: Launch | None
     last: Mapping[int, Launch]
     direct: Mapping[int, Launch]
     weights: Mapping[int, Launch]
+    with_identity: Mapping[int, Launch]
 
 
 def resolve_ends(
@@ -36,6 +39,7 @@ def resolve_ends(
     last: dict[int, Binding | None] = {}
     direct: dict[int, Binding | None] = {}
     weights: dict[int, Binding | None] = {}
+    with_identity: dict[int, Binding | None] = {}
     for size in set(recipe.pieces):
         like = planned.endings[size]
         if out == recipe.dtype:
@@ -47,13 +51,26 @@ def resolve_ends(
             direct[size] = resolver.bind_end(replace(written, dtype=source), like)
         elif out != recipe.dtype:
             last[size] = resolver.bind_end(written, like)
-        if recipe.form == "gram" and updates_weights:
+        if not updates_weights or recipe.form == "small":
+            continue
+        if recipe.form == "plain":
+            with_identity[size] = _with_identity(planned.bound(size, "gemm_symmetric", "c"), resolver)
+        if recipe.form == "gram" or with_identity[size]:
             weights[size] = resolver.bind_end(replace(written, epilogue="w"), like)
     first = None
     if resolver.device.kind == "cuda" and source in DTYPES:
         problem = Problem("momentum", group.batch, group.m, group.n, 1, source, recipe.dtype, "row", mode)
         first = resolver.bind_end(problem)
-    return Ends(first.launch if first else None, _launches(last), _launches(direct), _launches(weights))
+    launches = map(_launches, (last, direct, weights, with_identity))
+    return Ends(first.launch if first else None, *launches)
+
+
+def _with_identity(like: Binding, resolver: Resolver) -> Binding | None:
+    """The product of ``like`` + γI; None where it would cost accuracy: the library adds γI to what it has rounded, in
+    bf16 up to 13 % of the polar factor's error (docs/numerics.md)."""
+    found = resolver.bind_end(replace(like.problem, epilogue="ci"), like)
+    twice = found is not None and found.kernel == library_kernel(found.problem.op)
+    return None if twice and like.problem.dtype == "bfloat16" else found
 
 
 def _launches(bound: Mapping[int, Binding | None]) -> dict[int, Launch]:

@@ -43,17 +43,21 @@ GIVEN = Momentum()  # U itself is given
 
 @dataclass(frozen=True)
 class _Piece:
-    """Matrices ``part`` of a batch, orthogonalized but for the last product; ``direct``: that reads them themselves."""
+    """Matrices ``part`` of a batch, orthogonalized but for the last product; ``direct``: that reads them themselves,
+    ``fused``: what updates the weights in it."""
 
     index: int
     part: slice
     size: int
     last: Last
     direct: bool
+    fused: Launch | None = None
 
 
-# What a graph is of: a piece (a whole chain's is of its result's address), and the first launch if that is part of it.
-_Key = tuple[int, Launch | None]
+# What a graph is of: a piece (a whole chain's is of its result's address), and those launches at its ends that not all
+# graphs of it have.
+_Key = tuple[int, Launch | None, Launch | None]
+_Buffers = tuple[Tensor, Tensor, list[Tensor]]  # X, Y and the squares
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class GroupChain:
 
     def _whole_graph(self, matrices: Tensor, ends: Ends, out: Tensor) -> _Replay | None:
         """The graph of all that writes this result, made when its address comes again; None before, or without one."""
-        key, version = (out.data_ptr(), ends.first), self._workspace.version
+        key, version = (out.data_ptr(), ends.first, None), self._workspace.version
         held = self._wholes.get(key)
         if held is not None and held.version == version:
             return held
@@ -122,7 +126,7 @@ class GroupChain:
 
         def launched() -> Last:
             first()
-            last = self._all_but_last(part, x, y, squares)
+            last = self._all_but_last(part, (x, y, squares))
             self._write(_Piece(0, part, self._sizes[0], last, False), ends, out, self._workspace)
             return last
 
@@ -139,13 +143,12 @@ class GroupChain:
     ) -> None:
         """W ← decay·W − rate·polar, for each of the weights with its (decay, rate)."""
         workspace = self._entered()
-        for piece in self._pieces(gradients, momentum, ends, workspace):
+        for piece in self._pieces(gradients, momentum, ends, workspace, weights):
             members, their_rates = weights[piece.part], rates[piece.part]
-            fused = ends.weights.get(piece.size)
-            if fused is not None and all(_writable(weight) for weight in members):
+            if piece.fused is not None:
                 addresses = self._weights[piece.index].holding(tuple([weight.data_ptr() for weight in members]))
                 table = self._rates[piece.index].holding(tuple([value for pair in their_rates for value in pair]))
-                fused(piece.last.q, piece.last.x, addresses, table, *piece.last.scalars)
+                piece.fused(piece.last.q, piece.last.x, addresses, table, *piece.last.scalars)
             else:
                 polar = workspace.buffer("polar", (piece.size, *members[0].shape), members[0].dtype)
                 self._write(piece, ends, polar, workspace)
@@ -159,9 +162,10 @@ class GroupChain:
         return self._workspace
 
     def _pieces(
-        self, matrices: Matrices, momentum: Momentum, ends: Ends, workspace: Workspace
+        self, matrices: Matrices, momentum: Momentum, ends: Ends, workspace: Workspace, weights: Sequence[Tensor] = ()
     ) -> Iterator[_Piece]:
-        """Orthogonalize piece by piece; the next one overwrites what the last product of one reads."""
+        """Orthogonalize piece by piece; the next one overwrites what the last product of one reads. ``weights`` are
+        those to be updated, where they can be in the last product."""
         direct = False
         if self._small and momentum.mode == "none" and isinstance(matrices, Tensor) and self._reads(matrices, ends):
             direct, x, y, squares = True, matrices, matrices, list[Tensor]()
@@ -175,13 +179,17 @@ class GroupChain:
         for index, size in enumerate(self._sizes):
             part = slice(start, start + size)
             start += size
+            members = weights[part]
+            fused = ends.weights.get(size) if members and all(map(_writable, members)) else None
             if self._small:
                 table = self._coefficients.holding(self._coefficient_values)
                 u, spare = (x, y) if self._whole else (x[part], y[part])
                 last = Last(u, table, spare, (self._norm_factor,))
             else:
-                last = self._products(index, part, x, y, squares, workspace, first if index == 0 else None)
-            yield _Piece(index, part, size, last, direct)
+                with_identity = ends.with_identity.get(size) if fused is not None else None
+                begun = first if index == 0 else None
+                last = self._products(index, part, (x, y, squares), workspace, begun, with_identity)
+            yield _Piece(index, part, size, last, direct, fused)
 
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
         """Whether the small form reads these matrices themselves."""
@@ -189,8 +197,8 @@ class GroupChain:
         aligned = matrices.data_ptr() % ALIGNMENT_BYTES == 0 and (self._whole or matrix_bytes % ALIGNMENT_BYTES == 0)
         return aligned and all(size in ends.direct for size in self._sizes)
 
-    def _work(self, workspace: Workspace) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """X, Y and the squares of the chain."""
+    def _work(self, workspace: Workspace) -> _Buffers:
+        """The chain's buffers."""
         own = workspace is self._workspace
         if own and self._buffers is not None and self._buffers[0] == workspace.version:
             return self._buffers[1:]
@@ -219,18 +227,18 @@ class GroupChain:
         return partial(ends.first, gradients, momenta, x, momentum.mu, scale, self._eps)
 
     def _products(
-        self, index: int, part: slice, x: Tensor, y: Tensor, squares: list[Tensor], workspace: Workspace,
-        first: partial[None] | None,
+        self, index: int, part: slice, buffers: _Buffers, workspace: Workspace, first: partial[None] | None,
+        with_identity: Launch | None,
     ) -> Last:
         """Every product of one piece but the last, after the ``first`` launch where there is one."""
         def launched() -> Last:
             if first is not None:
                 first()
-            return self._all_but_last(part, x, y, squares)
+            return self._all_but_last(part, buffers, with_identity)
 
         if not self._graphs or workspace is not self._workspace:
             return launched()
-        key = index, None if first is None else first.func
+        key = index, None if first is None else first.func, with_identity
         held = self._replays.get(key)
         if held is None or held.version != workspace.version:
             if key not in self._called:  # what is loaded or allocated at a first launch cannot be captured
@@ -244,11 +252,12 @@ class GroupChain:
         held.graph.replay()
         return held.last
 
-    def _all_but_last(self, part: slice, x: Tensor, y: Tensor, squares: list[Tensor]) -> Last:
+    def _all_but_last(self, part: slice, buffers: _Buffers, with_identity: Launch | None = None) -> Last:
         size, recipe = part.stop - part.start, self._planned.recipe
-        some = [square[:size] for square in squares]
+        x, y, squares = buffers
         return chains.all_but_last(
-            recipe.form, self._planned.launches[size], x[part], y[part], some, self._triples, recipe.restarts
+            recipe.form, self._planned.launches[size], x[part], y[part], [square[:size] for square in squares],
+            self._triples, recipe.restarts, with_identity,
         )
 
     def _captured(self, launched: Callable[[], Last]) -> _Replay | None:

@@ -76,17 +76,19 @@ class GroupPlan:
         problems = chain(Group(size, group.rows, group.cols), recipe.form, recipe.dtype, recipe.steps, recipe.restarts)
         return {problem: self.bindings[problem] for problem in problems}
 
+    def bound(self, size: int, op: str, epilogue: str) -> Binding:
+        """This product of a piece of ``size`` matrices."""
+        return next(
+            bound for problem, bound in self.piece(size).items() if (problem.op, problem.epilogue) == (op, epilogue)
+        )
+
     @cached_property
     def endings(self) -> Mapping[int, Binding]:
         """The last product of a piece, for each size of the pieces."""
-        wanted = last_product(self.recipe.form)
-        return {
-            size: next(
-                bound for problem, bound in self.piece(size).items()
-                if self.recipe.form == "small" or (problem.op, problem.epilogue) == wanted
-            )
-            for size in set(self.recipe.pieces)
-        }
+        sizes = set(self.recipe.pieces)
+        if self.recipe.form == "small":
+            return {size: next(iter(self.piece(size).values())) for size in sizes}
+        return {size: self.bound(size, *last_product(self.recipe.form)) for size in sizes}
 
 
 @dataclass(frozen=True)

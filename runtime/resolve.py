@@ -98,9 +98,12 @@ class Resolver:
         """The callable of a chain's first or last launch, or None where the library's ways around it serve as well.
 
         Tuned; else the kernel and configuration of ``like``, the same product with another result; else the untuned
-        kernel of what is fused. It is never ``missing``: what the tuner measures are the chain's own products.
+        kernel: of what is fused, or of a symmetric product, which the library serves as well. It is never ``missing``:
+        a cache without it is complete.
         """
         choice = self._tuned(problem) or self._as(problem, like) or self._fused(problem)
+        if choice is None and ops()[problem.op].symmetric_output:
+            choice = self._untuned(problem)
         if choice is None:
             return None
         try:

@@ -12,12 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dmuon_tune import chains
 from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group
-from dmuon_tune.runtime import GramNewtonSchulz, Muon, execution, resolve
+from dmuon_tune.runtime import GramNewtonSchulz, Muon, execution, newton_schulz, resolve
+from dmuon_tune.runtime.ends import Ends, _with_identity, resolve_ends
 from dmuon_tune.runtime.execution import GroupChain, Momentum
+from dmuon_tune.runtime.plan import GroupPlan
+from dmuon_tune.runtime.resolve import Binding
 from dmuon_tune.runtime.static import Static, Workspace
 
 CPU = torch.device("cpu")
@@ -80,6 +85,86 @@ def test_weights_by_the_last_product_equal_weights_by_torch() -> None:
     for one, other, before in zip(*results, weights, strict=True):
         assert not torch.equal(one, before)
         torch.testing.assert_close(one, other)
+
+
+@pytest.fixture
+def updates_by_the_library(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """On a CPU the last product by address, as on a GPU; the epilogues that ran there."""
+    ran: list[str] = []
+
+    def noted(binding: Binding) -> Any:
+        def launch(*arguments: Any) -> None:
+            ran.append(binding.problem.epilogue)
+            binding.launch(*arguments)
+
+        return launch
+
+    def resolved(planned: GroupPlan, resolver: resolve.Resolver, *wanted: Any) -> Ends:
+        found = resolve_ends(planned, resolver, *wanted)
+        weights, with_identity = {}, {}
+        for size, like in planned.endings.items():
+            update = resolver.bind_end(dataclasses.replace(like.problem, out_dtype="float32", epilogue="w"), like)
+            shifted = _with_identity(planned.bound(size, "gemm_symmetric", "c"), resolver)
+            if planned.recipe.form == "plain" and update and shifted:
+                weights[size], with_identity[size] = noted(update), noted(shifted)
+        return dataclasses.replace(found, weights=weights, with_identity=with_identity)
+
+    monkeypatch.setattr(newton_schulz, "resolve_ends", resolved)
+    return ran
+
+
+def updated(shapes: list[tuple[int, int]], dtype: str) -> list[Tensor]:
+    """The polar factors that one step of Muon moved the weights by."""
+    weights = [nn.Parameter(gaussian(*shape, seed=i)) for i, shape in enumerate(shapes)]
+    before = [weight.detach().clone() for weight in weights]
+    for i, weight in enumerate(weights):
+        weight.grad = gaussian(*weight.shape, seed=10 + i)
+    Muon(weights, lr=0.5, weight_decay=0.2, scale="none", ns_dtype=dtype).step()
+    return [(0.9 * old - new.detach()) / 0.5 for old, new in zip(before, weights, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_by_the_plain_forms_last_product_are_as_close_to_the_polar_factor(
+    dtype: str, request: pytest.FixtureRequest
+) -> None:
+    shapes = [(48, 48), (40, 56), (56, 40), (40, 56)]
+    plain = updated(shapes, dtype)
+    ran: list[str] = request.getfixturevalue("updates_by_the_library")
+    fused = updated(shapes, dtype)
+    # The library rounds Z before it adds aI: in bf16 the βX term stays. Two of the matrices run together.
+    assert sorted(ran) == ([] if dtype == "bfloat16" else ["ci"] * 3 + ["w"] * 3)
+    for i, (one, other) in enumerate(zip(plain, fused, strict=True)):
+        left, _, right = torch.linalg.svd(gaussian(*shapes[i], seed=10 + i).double(), full_matrices=False)
+        errors = [float(torch.linalg.norm(found - left @ right)) for found in (one, other)]
+        assert errors[1] <= 1.1 * errors[0] < 0.5 * 40**0.5, (dtype, shapes[i], errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_identity_in_the_last_product_costs_no_accuracy_when_rounded_once(dtype: torch.dtype) -> None:
+    def rounded(result: Tensor, out: Tensor) -> None:
+        out.copy_(result)
+
+    def product(a: Tensor, b: Tensor, c: Tensor, d: Tensor, alpha: float, beta: float, gamma: float = 0.0) -> None:
+        rounded(alpha * a.float() @ b.float() + beta * c.float() + gamma * torch.eye(a.shape[-1]), d)
+
+    launches: dict[tuple[str, str], Any] = {
+        ("gram", "none"): lambda x, r, alpha: rounded(alpha * x.float() @ x.float().mT, r),
+        ("gemm_symmetric", "c"): product,
+        ("apply", "c"): lambda q, x, y, alpha, beta: rounded(alpha * q.float() @ x.float() + beta * x.float(), y),
+    }
+    triples = coefficient_set("you").take(5)  # whose polar error is the smallest
+    u = gaussian(1, 96, 128)
+    left, _, right = torch.linalg.svd(u.double(), full_matrices=False)
+    errors = []
+    for with_identity in (None, product):
+        x = (u * (chains.input_scale(96) / u.norm())).to(dtype)
+        squares = [torch.empty(1, 96, 96, dtype=dtype) for _ in range(2)]
+        last = chains.all_but_last("plain", launches, x, torch.empty_like(x), squares, triples, (), with_identity)
+        polar = last.scalars[0] * last.q.float() @ last.x.float()  # the update's fp32 accumulators
+        if with_identity is None:
+            polar += last.scalars[1] * last.x.float()
+        errors.append(float(torch.linalg.norm(polar - left @ right) / 96**0.5))
+    assert errors[1] <= 1.1 * errors[0] < 0.1, errors
 
 
 def test_a_result_at_an_odd_address_is_written_through_an_aligned_buffer() -> None:
@@ -233,16 +318,20 @@ def test_calls_on_two_streams_wait_for_each_other() -> None:
 
 @gpu
 @needs_gpu
-def test_weights_in_the_last_product_on_a_gpu(library_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [(256, 1024), (192, 192), (256, 192)])  # the Gram form, and the plain one
+def test_weights_in_the_last_product_on_a_gpu(
+    library_products: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    monkeypatch.setitem(resolve.UNTUNED_FUSED, "polar_small", ())
     results = []
     for update in ((), ("cutedsl",)):
         monkeypatch.setattr(resolve, "UNTUNED_UPDATE", update)
-        weights = [nn.Parameter(gaussian(256, 1024, seed=i).cuda()) for i in range(2)]
+        weights = [nn.Parameter(gaussian(*shape, seed=i).cuda()) for i in range(2)]
         optimizer = Muon(weights, lr=0.1, weight_decay=0.5)
         for step in range(4):
             optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)  # which graphs must not hold
             for i, weight in enumerate(weights):
-                weight.grad = gaussian(256, 1024, seed=10 * step + i).cuda()
+                weight.grad = gaussian(*shape, seed=10 * step + i).cuda()
             optimizer.step()
         results.append([weight.detach() for weight in weights])
     (ends,) = optimizer._newton_schulz._ends.values()

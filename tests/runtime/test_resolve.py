@@ -15,6 +15,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain
+from dmuon_tune.runtime import resolve
 from dmuon_tune.runtime.ends import resolve_ends
 from dmuon_tune.runtime.plan import _bind, _recipe
 from dmuon_tune.runtime.resolve import Resolver
@@ -43,12 +44,14 @@ def resolver(tmp_path: Path, build: Builds) -> Resolver:
     return Resolver(H200, Layers.open({"HOME": str(tmp_path)}), use_nearest=False, build=build)
 
 
-def bound(tmp_path: Path, group: Group, build: Builds, source: str, mode: str, out: str) -> dict[str, Any]:
+def bound(
+    tmp_path: Path, group: Group, build: Builds, source: str, mode: str, out: str, dtype: str = "float16"
+) -> dict[str, Any]:
     """The form, and which end is there."""
     found = resolver(tmp_path, build)
-    planned = _bind(found, *_recipe(found, group, "float16", 5, (2,)))
+    planned = _bind(found, *_recipe(found, group, dtype, 5, (2,)))
     ends = resolve_ends(planned, found, source, mode, out, updates_weights=mode != "none")
-    names = [name for name in ("first", "last", "direct", "weights") if getattr(ends, name)]
+    names = [name for name in ("first", "last", "direct", "weights", "with_identity") if getattr(ends, name)]
     return {"form": planned.recipe.form, "ends": names}
 
 
@@ -97,6 +100,27 @@ def test_without_a_recipe_the_form_of_fewer_flops_runs(
     assert (layer, recipe.form, found.missing) == ("", form, [])
 
 
+def test_the_plain_form_updates_weights_by_a_last_product_that_holds_the_identity(tmp_path: Path) -> None:
+    build, square = Builds(), Group(1, 1024, 1024)
+    found = bound(tmp_path, square, build, "bfloat16", "n", "bfloat16")
+    assert found == {"form": "plain", "ends": ["first", "last", "weights", "with_identity"]}
+    asked = {(name, problem.epilogue) for name, problem in build.asked if problem.op != "momentum"}
+    assert {("gemm_symmetric.cutedsl", "ci"), ("apply.cutedsl", "w")} < asked
+    given = bound(tmp_path, square, Builds(), "bfloat16", "none", "bfloat16")
+    assert given["ends"] == ["first", "last"]  # a result, no weights
+
+
+def test_the_library_adds_the_identity_where_it_may_round_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(resolve.UNTUNED_FUSED, "polar_small", ())
+    low = Group(1, 160, 200)  # below the order from which others make the symmetric products untuned
+    found = bound(tmp_path, low, Builds(), "bfloat16", "n", "bfloat16")
+    assert found["ends"] == ["first", "last", "weights", "with_identity"]
+    found = bound(tmp_path, low, build := Builds(), "bfloat16", "n", "bfloat16", "bfloat16")
+    assert found["ends"] == ["first", "last"] and all(problem.epilogue != "w" for _, problem in build.asked)
+
+
 def test_small_matrices_take_one_launch_compiled_for_their_dtype_alone(tmp_path: Path) -> None:
     build = Builds()
     assert bound(tmp_path, Group(64, 128, 128), build, "bfloat16", "none", "bfloat16")["form"] == "small"
@@ -131,3 +155,12 @@ def test_an_end_takes_the_kernel_of_the_product_that_it_stands_for(tmp_path: Pat
     binding = found.bind_end(replace(problem, out_dtype="bfloat16"), like)
     assert binding is not None and binding.kernel == "apply.triton"
 
+
+def test_the_identity_is_added_by_another_kernel_where_the_products_own_cannot(tmp_path: Path) -> None:
+    for m, name in ((1024, "gemm_symmetric.cutedsl"), (96, "gemm_symmetric.library")):
+        found = resolver(tmp_path, Builds())
+        problem = Problem("gemm_symmetric", 1, m, m, m, epilogue="c")
+        config = space.config_to_dict(kernel("gemm_symmetric.quack").Config())
+        like = replace(found.bind(problem), kernel="gemm_symmetric.quack", config=config)
+        binding = found.bind_end(replace(problem, epilogue="ci"), like)
+        assert binding is not None and binding.kernel == name and found.missing == [problem]
