@@ -6,9 +6,13 @@ if __name__ == "cache":
     raise ImportError("import dmuon_tune.cache, not cache")
 
 from .chains import ChainKey, ChainTrial
+from .claims import Claims
 from .key import TuningKey
-from .layers import Layers
+from .layers import LayerDescription, Layers
 from .paths import user_cache_path
 from .store import CacheEntry, Store, Trial
 
-__all__ = ["CacheEntry", "ChainKey", "ChainTrial", "Layers", "Store", "Trial", "TuningKey", "user_cache_path"]
+__all__ = [
+    "CacheEntry", "ChainKey", "ChainTrial", "Claims", "LayerDescription", "Layers", "Store", "Trial", "TuningKey",
+    "user_cache_path",
+]

@@ -1,13 +1,14 @@
-"""Opens the database behind a store and says its failures in one line."""
+"""Opens the database behind a store, a file or a server, and says its failures in one line."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,12 +19,15 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from dmuon_tune.errors import CacheError, UsageError
 
 from .migrations import CorruptCacheError
-from .paths import CACHE_DIR_VARIABLE
+from .paths import CACHE_DIR_VARIABLE, URL_PATTERN
 
 BUSY_TIMEOUT_VARIABLE = "DMUON_TUNE_BUSY_TIMEOUT_S"
 DEFAULT_BUSY_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 0.02
-URL_PATTERN = re.compile(r"[a-z][a-z0-9]*(\+[a-z0-9]+)?://")
+URL_ADVICE = "write postgresql+psycopg://user:password@host/name, special characters of the password as %XX"
+DRIVER = "postgresql+psycopg"
+CONNECTION = {"keepalives_idle": 10, "tcp_user_timeout": 30000}  # libpq: s, ms until a silent server counts as gone
+LEAST_CONNECT_S = 2  # libpq takes no less
 SIDE_FILES = ("-wal", "-shm", "-journal")
 
 
@@ -47,18 +51,22 @@ def locate(path_or_url: str | Path) -> Path | URL | None:
         return Path(path_or_url).absolute()
     try:
         url = make_url(path_or_url)
-    except (ArgumentError, ValueError) as error:
-        raise UsageError("the cache's URL is malformed; use a file path or postgresql://user@host/name") from error
+    except (ArgumentError, ValueError):
+        raise UsageError(f"the cache's URL is malformed; {URL_ADVICE}") from None  # its parts may be a password's
+    if "@" in (url.host or "") + (url.database or ""):
+        raise UsageError(f"the cache's URL has an unquoted '/', ':' or '@' in its password; {URL_ADVICE}")
     if url.get_backend_name() == "postgresql":
-        return url
+        return url.set(drivername=DRIVER) if url.drivername == "postgresql" else url
     if url.get_backend_name() != "sqlite":
         raise UsageError(f"cache {describe(url)} is of no known database; use a file path or postgresql://…")
     return Path(url.database).absolute() if url.database not in (None, "", ":memory:") else None
 
 
 def describe(location: Path | URL | None) -> str:
-    """A location for messages; a URL without its password."""
-    return location.render_as_string() if isinstance(location, URL) else str(location or "in memory")
+    """A location for messages; a URL without its password and its options, which may hold one too."""
+    if isinstance(location, URL):
+        return location.set(query={}).render_as_string(hide_password=True)
+    return str(location or "in memory")
 
 
 def open_engine(location: Path | URL | None, read_only: bool, shipped: bool = False) -> Engine:
@@ -68,10 +76,7 @@ def open_engine(location: Path | URL | None, read_only: bool, shipped: bool = Fa
     """
     timeout_s = busy_timeout_s()
     if isinstance(location, URL):
-        try:
-            return create_engine(location, pool_pre_ping=True)
-        except (ImportError, NoSuchModuleError) as error:
-            raise CacheError(f"no driver for {describe(location)}: {error}; install dmuon-tune[postgres]") from error
+        return _open_server(location, read_only, timeout_s)
     pool: type[Pool] = StaticPool  # a database in memory lives as long as its one connection
     if location is None:
         database = "file::memory:"
@@ -91,6 +96,26 @@ def open_engine(location: Path | URL | None, read_only: bool, shipped: bool = Fa
     engine = create_engine("sqlite://", creator=connect, poolclass=pool)
     event.listen(engine, "begin", _begin)
     return engine
+
+
+def _open_server(url: URL, read_only: bool, timeout_s: float) -> Engine:
+    wanted = {**CONNECTION, "connect_timeout": max(LEAST_CONNECT_S, round(timeout_s))}
+    options = {name: value for name, value in wanted.items() if name not in url.query}
+    try:
+        engine = create_engine(url, pool_pre_ping=True, connect_args=options)
+    except (ImportError, NoSuchModuleError) as error:
+        raise CacheError(f"no driver for {describe(url)}: {error}; install dmuon-tune[postgres]") from error
+
+    def limit(raw: Any, record: object) -> None:
+        autocommit, raw.autocommit = raw.autocommit, True
+        wait_ms = max(1, round(1000 * timeout_s))
+        with raw.cursor() as cursor:
+            cursor.execute(f"SET lock_timeout = {wait_ms}")
+            cursor.execute(f"SET idle_in_transaction_session_timeout = {max(1000, wait_ms // 2)}")  # its machine died
+        raw.autocommit = autocommit
+
+    event.listen(engine, "connect", limit)
+    return engine.execution_options(postgresql_readonly=True) if read_only else engine
 
 
 def _begin(connection: Connection) -> None:
@@ -123,6 +148,37 @@ def _is_immutable(path: Path, shipped: bool) -> bool:
     if os.path.exists(wal) and wal.stat().st_size and (folder_is_writable or os.access(f"{path}-shm", os.R_OK)):
         return False  # results that lie in the log alone
     return shipped or not (folder_is_writable and os.access(path, os.W_OK))
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold a folder against other processes that do too; without effect where the file system locks no folders."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise CacheError(
+            f"cannot read the cache's folder {folder}: {error.strerror}; set {CACHE_DIR_VARIABLE} to another folder"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            pass  # some network file systems lock no folders
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a corrupt file, with its side files, to a name that no file has."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    aside = Path(f"{path}.corrupt-{stamp}")
+    path.rename(aside)
+    for suffix in SIDE_FILES:
+        side = Path(f"{path}{suffix}")
+        if side.exists():
+            side.rename(f"{aside}{suffix}")
+    return aside
 
 
 def use_wal(engine: Engine, where: str) -> None:
@@ -171,13 +227,22 @@ def translated_errors(where: str) -> Iterator[None]:
 
 
 def _translate(error: Any, where: str) -> CacheError:
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     reason = " ".join(str(error).split())
+    if isinstance(error, sqlite3.Error):
+        return _translate_sqlite(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF, reason, where)
+    return _translate_postgresql(getattr(error, "sqlstate", None), reason, where)
+
+
+def _locked(where: str) -> LockedCacheError:
+    return LockedCacheError(
+        f"cache {where} is locked by another process for more than {busy_timeout_s():g} s; "
+        f"wait for it or raise {BUSY_TIMEOUT_VARIABLE}"
+    )
+
+
+def _translate_sqlite(code: int, reason: str, where: str) -> CacheError:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return LockedCacheError(
-            f"cache {where} is locked by another process for more than {busy_timeout_s():g} s; "
-            f"wait for it or raise {BUSY_TIMEOUT_VARIABLE}"
-        )
+        return _locked(where)
     if code == sqlite3.SQLITE_NOTADB:
         return CorruptCacheError(f"{where} is not an SQLite file, so not a cache; name another file or move it away")
     if code == sqlite3.SQLITE_CORRUPT:
@@ -189,4 +254,20 @@ def _translate(error: Any, where: str) -> CacheError:
         )
     if code == sqlite3.SQLITE_FULL:
         return CacheError(f"no space left for cache {where}; free some and run again: what was measured is kept")
-    return CacheError(f"cache {where}: {reason}; check the file or the server")
+    return CacheError(f"cache {where}: {reason}; check the file")
+
+
+def _translate_postgresql(state: str | None, reason: str, where: str) -> CacheError:
+    """``state``: SQLSTATE, None where no connection was made or it broke."""
+    if state == "55P03":  # lock_not_available
+        return _locked(where)
+    if state == "42501" or state == "25006":  # insufficient_privilege, read_only_sql_transaction
+        return CacheError(f"cache {where} may not be written ({reason}); ask for the right to create and change tables")
+    if state == "53100":  # disk_full
+        return CacheError(f"no space left for cache {where}; free some and run again: what was measured is kept")
+    if state is None or state[:2] in ("08", "57"):  # connection exceptions, operator intervention
+        return CacheError(
+            f"cache {where} cannot be reached ({reason}); check the URL and that the server runs, and run again: "
+            f"what was measured is kept"
+        )
+    return CacheError(f"cache {where}: {reason}; check the server")

@@ -1,4 +1,4 @@
-"""Layers: the caches that training reads, first hit wins, none of them ever written or able to stop a job."""
+"""Layers: the caches that training reads, files and servers, first hit wins, none written or able to stop a job."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.errors import CacheError
+from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
-from .paths import listed_cache_paths, site_cache_paths, user_cache_path
+from .database import describe, locate
+from .paths import listed_caches, site_cache_paths, user_cache_path
 from .store import CacheEntry, Store
 
 ENTRY_POINT_GROUP = "dmuon_tune.caches"
@@ -30,10 +31,10 @@ logger = getLogger("dmuon_tune.cache")
 
 @dataclass
 class _Layer:
-    """One read-only cache, opened at its first use; after a failure it counts as empty."""
+    """One read-only cache, a file or a server's URL, opened at its first use; after a failure it counts as empty."""
 
     label: str
-    path: Path
+    path: Path | str
     must_exist: bool
     failure: str = ""
     _store: Store | None = None
@@ -46,11 +47,21 @@ class _Layer:
             if self._store is None:
                 self._store = Store.open(self.path, read_only=True, shipped=self.label != USER_LABEL)
             return ask(self._store)
-        except (CacheError, OSError) as error:
+        except (CacheError, UsageError, OSError) as error:
             self.failure = str(error)
             self.close()
             _warn_once(f"cache layer {self.label} is left out: {self.failure}")
             return otherwise
+
+    @property
+    def where(self) -> str:
+        """The path, or the URL without its password."""
+        if isinstance(self.path, Path):
+            return str(self.path)
+        try:
+            return describe(locate(self.path))
+        except UsageError:
+            return "an unusable URL"
 
     def close(self) -> None:
         if self._store is not None:
@@ -85,12 +96,12 @@ class Layers:
         user = user_cache_path(self._environ)
         found = [
             _Layer(USER_LABEL if path == user else PATH_LABEL, path, True)
-            for path in listed_cache_paths(self._environ)
+            for path in listed_caches(self._environ)
         ]
         found.append(_Layer(USER_LABEL, user, False))
         found += [_Layer(SITE_LABEL, path, False) for path in site_cache_paths(self._environ)]
         found += [_Layer(f"{PACKAGE_LABEL} {name}", path, True) for name, path in _package_caches()]
-        by_path: dict[Path, _Layer] = {}
+        by_path: dict[Path | str, _Layer] = {}
         for layer in found:
             by_path.setdefault(layer.path, layer)
         return list(by_path.values())
@@ -115,9 +126,9 @@ class Layers:
                 return layer.label, found
         return None
 
-    def descriptions(self) -> list[dict[str, Any]]:
-        """Each layer's ``label``, ``path``, ``state`` (ok, absent, unreadable), ``entries`` (their count) and
-        ``detail`` (why it is unreadable)."""
+    def descriptions(self) -> list[LayerDescription]:
+        """Each layer's ``label``, ``path`` (a URL without its password), ``state`` (ok, absent, unreadable),
+        ``entries`` (their count) and ``detail`` (why it is unreadable)."""
         return [_description(layer) for layer in self._layers]
 
     def close(self) -> None:
@@ -133,15 +144,24 @@ class Layers:
         self.close()
 
 
-def _description(layer: _Layer) -> dict[str, Any]:
+class LayerDescription(dict[str, Any]):
+    """What may be shown of a layer; ``location`` opens it and may hold a password."""
+
+    def __init__(self, location: Path | str, **shown: Any) -> None:
+        super().__init__(**shown)
+        self.location = location
+
+
+def _description(layer: _Layer) -> LayerDescription:
     count = layer.read(lambda store: len(store.entries()), -1)
-    return {
-        "label": layer.label,
-        "path": str(layer.path),
-        "state": "unreadable" if layer.failure else "absent" if count < 0 else "ok",
-        "entries": max(0, count),
-        "detail": layer.failure,
-    }
+    return LayerDescription(
+        layer.path,
+        label=layer.label,
+        path=layer.where,
+        state="unreadable" if layer.failure else "absent" if count < 0 else "ok",
+        entries=max(0, count),
+        detail=layer.failure,
+    )
 
 
 def _package_caches() -> list[tuple[str, Path]]:

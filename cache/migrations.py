@@ -9,11 +9,11 @@ from sqlalchemy import Column, Connection, MetaData, Table, inspect, select, tex
 
 from dmuon_tune.errors import CacheError
 
+from .dialect import SCHEMA_LOCK, take_turn
 from .models import Base, MetaRow
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 VERSION_NAME = "schema_version"
-CREATION_LOCK = 0x646D756F6E  # "dmuon": serializes processes that create the schema on one PostgreSQL server
 
 
 def _add_chains(connection: Connection) -> None:
@@ -37,7 +37,22 @@ def _add_chains(connection: Connection) -> None:
     chains.create(connection)
 
 
-MIGRATIONS: Mapping[int, Callable[[Connection], None]] = {1: _add_chains}  # version → what brings it to the next one
+def _add_claims(connection: Connection) -> None:
+    """2 → 3: runs that share a cache say what each works on."""
+    claims = Table(
+        "dmuon_claims", MetaData(),
+        Column("unit", sa.String, primary_key=True),
+        *(Column(name, sa.String, nullable=False, index=True) for name in ("pool", "claimant")),
+        *(Column(name, sa.String, nullable=False) for name in ("host", "process")),
+        Column("expires_s", sa.Double, nullable=False),
+    )
+    claims.create(connection)
+
+
+MIGRATIONS: Mapping[int, Callable[[Connection], None]] = {  # version → what brings it to the next one
+    1: _add_chains,
+    2: _add_claims,
+}
 
 
 class CorruptCacheError(CacheError):
@@ -51,8 +66,7 @@ def prepare(
     migrations: Mapping[int, Callable[[Connection], None]] = MIGRATIONS,
 ) -> None:
     """Create the schema in an empty database, or migrate an older one, within the caller's write transaction."""
-    if connection.dialect.name == "postgresql":
-        connection.execute(text(f"SELECT pg_advisory_xact_lock({CREATION_LOCK})"))
+    take_turn(connection, SCHEMA_LOCK)
     found = found_version(connection, where)
     if found is None:
         Base.metadata.create_all(connection)
@@ -68,6 +82,8 @@ def require_current(connection: Connection, where: str, version: int = SCHEMA_VE
     """Check, without writing, that this program can read the schema; CacheError says what to do where it cannot."""
     found = found_version(connection, where)
     if found is None:
+        if connection.dialect.name != "sqlite":
+            raise CacheError(f"cache {where} is empty; fill it with: dmuon-tune tune --storage URL")
         raise CorruptCacheError(f"cache {where} is empty; delete it, or fill it with: dmuon-tune tune")
     _refuse_newer(found, version, where)
     if found < version:

@@ -1,9 +1,10 @@
-"""Where caches lie: the user's file and the site's, from an environment, without touching the file system."""
+"""Where caches lie: the user's file, the site's and those an environment lists, without touching any."""
 
 from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,8 @@ FILE_NAME = "cache.sqlite"
 FOLDER_NAME = "dmuon-tune"
 CACHE_DIR_VARIABLE = "DMUON_TUNE_CACHE_DIR"
 CACHE_PATH_VARIABLE = "DMUON_TUNE_CACHE_PATH"
+URL_PATTERN = re.compile(r"[a-z][a-z0-9]*(\+[a-z0-9]+)?://")
+LISTED_PATTERN = re.compile(rf"(?:{URL_PATTERN.pattern.replace('(', '(?:')})[^/]*(?:/[^:]*)?|[^:]+")  # URLs hold colons
 SITE_DIR = Path("/opt") / FOLDER_NAME
 DEFAULT_DATA_DIRS = "/usr/local/share:/usr/share"  # XDG Base Directory Specification 0.8
 
@@ -46,7 +49,11 @@ def site_cache_paths(environ: Mapping[str, str] = os.environ) -> list[Path]:
     ]
 
 
-def listed_cache_paths(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """The files of ``DMUON_TUNE_CACHE_PATH``, colon-separated; a folder stands for the cache file in it."""
-    listed = [Path(part).absolute() for part in environ.get(CACHE_PATH_VARIABLE, "").split(os.pathsep) if part]
-    return [path / FILE_NAME if os.path.isdir(path) else path for path in listed]
+def listed_caches(environ: Mapping[str, str] = os.environ) -> list[Path | str]:
+    """What ``DMUON_TUNE_CACHE_PATH`` lists, separated by colons: files (a folder stands for the cache file in it) and
+    servers' URLs, each with a database's name: ``/opt/a.sqlite:postgresql+psycopg://reader@db:5432/muon``."""
+    found: list[Path | str] = []
+    for part in LISTED_PATTERN.findall(environ.get(CACHE_PATH_VARIABLE, "")):
+        path = Path(part).absolute()
+        found.append(part if URL_PATTERN.match(part) else path / FILE_NAME if os.path.isdir(path) else path)
+    return found

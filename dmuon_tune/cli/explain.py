@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     policy = environ.get(ON_MISS_VARIABLE) or "heuristic"
     if args.cache:  # the named file first; the layers below it as in training
         caches.described(args.cache)  # said plainly where it cannot be read
-        environ["DMUON_TUNE_CACHE_PATH"] = os.path.abspath(args.cache)
+        environ["DMUON_TUNE_CACHE_PATH"] = args.cache if "://" in args.cache else os.path.abspath(args.cache)
     with Layers.open(environ) as layers:
         build = compile_kernel if args.compile else _not_compiled
         on_miss = "heuristic" if policy in ("tune", "error") else policy  # the tables first; explaining tunes nothing

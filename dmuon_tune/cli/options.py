@@ -58,7 +58,8 @@ def device() -> argparse.ArgumentParser:
 def cache() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument_group("cache").add_argument(
-        "--cache", metavar="PATH", help="this cache file instead of the user cache (and instead of its layers)"
+        "--cache", metavar="PATH",
+        help="this cache file, or a server's URL, instead of the user cache (and instead of its layers)",
     )
     return parser
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import caches, options
 from .output import config_text, microseconds, print_json, ratio, say, table, warn
 from .reasons import staleness
+
+if TYPE_CHECKING:
+    from dmuon_tune.cache import LayerDescription
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def _print(winners: list[Winner], recipes: list[tuple[str | None, Any]], all_dev
         say(recipe_table(recipes))
 
 
-def _print_failures(layers: list[dict[str, Any]], device: Any, output: str) -> None:
+def _print_failures(layers: Sequence[LayerDescription], device: Any, output: str) -> None:
     with caches.opened(layers) as opened:
         failures = [
             (cache.label, key, trial)
@@ -160,7 +164,7 @@ def _print_failures(layers: list[dict[str, Any]], device: Any, output: str) -> N
     say(table(["problem", "kernel", "config", "layer", "status", "reason"], rows))
 
 
-def _print_chains(layers: list[dict[str, Any]], device: Any, output: str) -> None:
+def _print_chains(layers: Sequence[LayerDescription], device: Any, output: str) -> None:
     with caches.opened(layers) as opened:
         trials = [(cache.label, trial) for cache in opened for trial in cache.store.chain_trials(device)]
     if output == "json":

@@ -91,6 +91,7 @@ def spawn(request: pytest.FixtureRequest) -> Spawn:
             [sys.executable, "-c", code, *map(str, arguments)],
             cwd="/",
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **environ},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

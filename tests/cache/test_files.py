@@ -176,7 +176,7 @@ def test_a_newer_schema_is_refused_with_both_versions(
 ) -> None:
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
     set_version(path, "7")
-    with pytest.raises(CacheError, match="needs schema version 7, this dmuon-tune supports 2; upgrade") as caught:
+    with pytest.raises(CacheError, match="needs schema version 7, this dmuon-tune supports 3; upgrade") as caught:
         open_store(path)
     assert_one_useful_line(caught.value, path)
     assert os.listdir(tmp_path) == ["cache.sqlite"]
@@ -186,24 +186,25 @@ def test_an_older_schema_is_migrated_in_one_transaction(tmp_path: Path, key: Tun
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
     engine = create_engine(f"sqlite:///{path}")
     steps = {
-        2: lambda connection: connection.execute(text("ALTER TABLE dmuon_trials ADD COLUMN energy_j FLOAT")),
-        3: lambda connection: connection.execute(text("UPDATE dmuon_trials SET energy_j = 1.5")),
+        3: lambda connection: connection.execute(text("ALTER TABLE dmuon_trials ADD COLUMN energy_j FLOAT")),
+        4: lambda connection: connection.execute(text("UPDATE dmuon_trials SET energy_j = 1.5")),
     }
-    with engine.connect() as connection, pytest.raises(CacheError, match="schema version 2 and is opened read-only"):
-        require_current(connection, str(path), version=4)
+    with engine.connect() as connection, pytest.raises(CacheError, match="schema version 3 and is opened read-only"):
+        require_current(connection, str(path), version=5)
     with engine.begin() as connection:
-        prepare(connection, str(path), version=4, migrations=steps)
+        prepare(connection, str(path), version=5, migrations=steps)
     with engine.connect() as connection:
-        assert found_version(connection, str(path)) == 4
+        assert found_version(connection, str(path)) == 5
         assert connection.scalar(text("SELECT sum(energy_j) FROM dmuon_trials")) == 1.5 * ROWS
-        require_current(connection, str(path), version=4)
-    with pytest.raises(CacheError, match="needs schema version 4"):
+        require_current(connection, str(path), version=5)
+    with pytest.raises(CacheError, match="needs schema version 5"):
         Store.open(path)
 
 
 def as_version_1(path: Path) -> None:
-    """What the first schema had: no timed chains, and recipes of a form and a cost."""
+    """What the first schema had: no claims, no timed chains, and recipes of a form and a cost."""
     connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE dmuon_claims")
     connection.execute("DROP TABLE dmuon_chains")
     for column in ("p20_us", "p80_us", "chunk", "picks", "batch_costs"):
         connection.execute(f"ALTER TABLE dmuon_recipes DROP COLUMN {column}")

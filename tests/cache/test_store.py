@@ -1,4 +1,4 @@
-"""The contract of every store: the same for a file and for a database in memory."""
+"""The contract of every store: the same for a file, for a database in memory and for a PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ Ok = Callable[..., Measurement]
 CONFIG = {"block_m": 128, "swizzle": True, "order": "z", "nested": [1, 2]}
 
 
-@pytest.fixture(params=["file", "memory", "sqlite URL"])
+@pytest.fixture(params=["file", "memory", "sqlite URL", "postgresql"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     path = tmp_path / "cache.sqlite"
-    with Store.open({"file": path, "memory": "sqlite://", "sqlite URL": f"sqlite:///{path}"}[request.param]) as opened:
+    where: dict[str, Callable[[], str | Path]] = {
+        "file": lambda: path,
+        "memory": lambda: "sqlite://",
+        "sqlite URL": lambda: f"sqlite:///{path}",
+        "postgresql": lambda: request.getfixturevalue("new_database")(),
+    }
+    with Store.open(where[request.param]()) as opened:
         yield opened
 
 
