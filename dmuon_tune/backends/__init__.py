@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,36 +42,11 @@ class Backend(Protocol):
     def compile(self, program: Any, problem: Problem, device: DeviceFingerprint) -> CompiledKernel: ...
 
 
-IMPORT_TIMEOUT_S = 120.0
-IMPORT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dmuon_tune.backends import backends; backends()[sys.argv[2]].load()"
-)
-
-
 def load(name: str) -> None:
     """Import this backend's DSL, which must happen before a program is built; raises whatever that raises."""
     backend = backends()[name]
     if hasattr(backend, "load"):
         backend.load()
-
-
-@cache
-def import_failure(name: str) -> str | None:
-    """Why this backend's DSL, though installed, does not import, or None; tried once, in a process of its own."""
-    if not hasattr(backends()[name], "load"):
-        return None
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", IMPORT, json.dumps(sys.path), name],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=IMPORT_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{name} is installed, but importing it takes more than {IMPORT_TIMEOUT_S:.0f} s; reinstall it"
-    if done.returncode == 0:
-        return None
-    last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-    return f"{name} is installed, but importing it fails: {last[0]}; reinstall it"
 
 
 @cache

@@ -39,10 +39,12 @@ def _findings(device_name: str) -> dict[str, Any]:
     import torch
 
     from dmuon_tune.backends import backends
+    from dmuon_tune.backends.imports import import_failures
     from dmuon_tune.backends.probe import fingerprint
     from dmuon_tune.cache import Layers
 
     device = fingerprint(device_name)
+    broken = import_failures(name for name, backend in backends().items() if backend.unavailable(device) is None)
     with Layers.open() as layers:
         described = layers.descriptions()
     return {
@@ -50,7 +52,7 @@ def _findings(device_name: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": {**device.to_dict(), "kind": device.kind},
-        "backends": [_backend(backend, device) for _, backend in sorted(backends().items())],
+        "backends": [_backend(backend, device, broken) for _, backend in sorted(backends().items())],
         "compilers": {name: shutil.which(name) for name in COMPILERS},
         "caches": [
             {**layer, "writable": _writable(Path(layer["path"])) if layer["label"] == "user" else False}
@@ -59,8 +61,8 @@ def _findings(device_name: str) -> dict[str, Any]:
     }
 
 
-def _backend(backend: Any, device: Any) -> dict[str, Any]:
-    reason = backend.unavailable(device)
+def _backend(backend: Any, device: Any, broken: dict[str, str]) -> dict[str, Any]:
+    reason = backend.unavailable(device) or broken.get(backend.name)
     toolchain = None
     if reason is None:
         toolchain = backend.toolchain(device).label()

@@ -16,6 +16,7 @@ from typing import Any
 
 from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.measurement import Measurement
+from dmuon_tune.processes import ended
 
 from .job import LOG_CHARS, AnyJob, Job
 
@@ -230,8 +231,7 @@ class _Worker:
     def _died(self) -> Measurement:
         phase = self._phase
         self.kill()
-        code = self._process.returncode
-        how = f"exit code {code}" if code is None or code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        how = ended(self._process.returncode)
         if phase == "starting":
             last = self._tail().strip().splitlines()[-1:] or ["no output"]
             raise DmuonTuneError(f"a measuring process could not start ({how}): {last[0]}; see 'dmuon-tune doctor'")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import signal
 import sys
 import time
@@ -20,6 +18,7 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, ops
 from dmuon_tune.measurement import Measurement
+from dmuon_tune.processes import die_with
 from dmuon_tune.space import config_from_dict
 
 from .build import compile_kernel
@@ -29,14 +28,13 @@ from .job import LOG_CHARS, AnyJob, ChainJob, Job
 from .timing import time_launch
 from .verify import verify
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Report = Callable[[str], None]
 
 
 def main(pipe: int, parent: int) -> None:
     """Serve jobs from file descriptor ``pipe`` until it closes or the process ``parent`` dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(parent)
+    die_with(parent)
     connection = Connection(pipe)
     connection.send(("ready", None))
     while True:
@@ -48,14 +46,6 @@ def main(pipe: int, parent: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send(("result", measurement))
-
-
-def _die_with(parent: int) -> None:
-    """Have Linux kill this process with its parent, even inside a kernel that hangs; elsewhere the pipe's end tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        sys.exit(1)
 
 
 def measure(job: AnyJob, report: Report) -> Measurement:

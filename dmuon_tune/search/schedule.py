@@ -9,11 +9,10 @@ import random
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from dmuon_tune.backends import backends, import_failure
+from dmuon_tune.backends import backends
 from dmuon_tune.cache import CacheEntry, Store, Trial, TuningKey
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
@@ -215,12 +214,9 @@ def usable_kernels(
     return usable, unavailable
 
 
-def import_failures(searches: Iterable[ProblemSearch]) -> dict[str, str]:
-    """Backend → why its DSL, though installed, does not import, for those with something to measure."""
-    names = sorted({each.spec.backend for search in searches if search.planned for each in search.kernels})
-    with ThreadPoolExecutor() as pool:  # each waits for a process
-        reasons = dict(zip(names, pool.map(import_failure, names), strict=True))
-    return {name: reason for name, reason in reasons.items() if reason is not None}
+def unmeasured_backends(searches: Iterable[ProblemSearch]) -> set[str]:
+    """The backends of the problems that have something to measure."""
+    return {each.spec.backend for search in searches if search.planned for each in search.kernels}
 
 
 def problem_search(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import time
@@ -14,6 +15,7 @@ import torch
 
 from dmuon_tune import __version__
 from dmuon_tune.backends import backends
+from dmuon_tune.backends.imports import import_failures
 from dmuon_tune.backends.probe import fingerprint, resolve
 from dmuon_tune.cache import Store
 from dmuon_tune.device import DeviceFingerprint
@@ -29,7 +31,7 @@ from dmuon_tune.spec import KernelSpec
 from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .progress import Progress, Silent
 from .recipes import ChainSearch, Tuned, close, estimates, is_current
-from .schedule import Candidate, ProblemSearch, Schedule, import_failures, problem_search, usable_kernels
+from .schedule import Candidate, ProblemSearch, Schedule, problem_search, unmeasured_backends, usable_kernels
 from .workload import served_forms, workload
 
 logger = getLogger(__name__)
@@ -69,7 +71,7 @@ def tune(
     with run:
         searches = plan(specs)
         run.warm(searches)
-        broken = import_failures(searches)
+        broken = import_failures(unmeasured_backends(searches), run.left_s)
         if broken:
             unavailable |= broken
             specs = [spec for spec in specs if spec.backend not in broken]
@@ -133,6 +135,11 @@ class Run:
                 "%d of %d timings were disturbed by other processes and may be slow; tune on a quiet machine",
                 self.contended, self.measured + self.chains_timed,
             )
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the products' part of the budget."""
+        return math.inf if self._end is None else max(0.0, self._end - time.monotonic())
 
     def warm(self, searches: list[ProblemSearch]) -> None:
         """Let the measuring processes start."""

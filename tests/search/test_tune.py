@@ -14,7 +14,7 @@ import pytest
 import torch
 from sqlalchemy import text
 
-from dmuon_tune.backends import backends, import_failure
+from dmuon_tune.backends import backends
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.errors import NoLegalConfigError, UsageError
@@ -382,15 +382,11 @@ def test_a_broken_install_is_unavailable_and_nothing_of_it_is_recorded(
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libtvm.so: no such file')")
     monkeypatch.syspath_prepend(str(broken.parent))
-    import_failure.cache_clear()
-    try:
-        with Store.open(tmp_path / "cache.sqlite") as store:
-            report = tune(GROUPS, store, TuneOptions(device="cpu", backends=("tilelang",), trials=1))
-            assert "importing it fails: ImportError: libtvm.so: no such file" in report.unavailable["tilelang"]
-            assert {key.kernel.partition(".")[2] for key, _ in store.all_trials()} == {"library"}
-            assert report.complete and len(report.recipes) == 1
-    finally:
-        import_failure.cache_clear()
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        report = tune(GROUPS, store, TuneOptions(device="cpu", backends=("tilelang",), trials=1))
+        assert "importing it fails: ImportError: libtvm.so: no such file" in report.unavailable["tilelang"]
+        assert {key.kernel.partition(".")[2] for key, _ in store.all_trials()} == {"library"}
+        assert report.complete and len(report.recipes) == 1
 
 
 HOMELESS = """
