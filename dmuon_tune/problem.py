@@ -67,9 +67,11 @@ class Problem:
         return "i" in self.epilogue
 
     def label(self) -> str:
-        """Short text for tables: ``gram 8x2048x5464 float16 row``; the epilogue stands last where there is one."""
+        """Short text for tables: ``gram 8x2048x2048x5464 float16 row``; a result of another dtype stands behind ``>``,
+        the epilogue, where there is one, last."""
+        dtypes = self.dtype if self.out_dtype == self.dtype else f"{self.dtype}>{self.out_dtype}"
         tail = "" if self.epilogue == "none" else f" +{self.epilogue}"
-        return f"{self.op} {self.batch}x{self.m}x{self.n}x{self.k} {self.dtype} {self.layout}{tail}"
+        return f"{self.op} {self.batch}x{self.m}x{self.n}x{self.k} {dtypes} {self.layout}{tail}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

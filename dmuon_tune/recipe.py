@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from .problem import Problem
@@ -12,6 +12,7 @@ from .problem import Problem
 Form = Literal["gram", "plain", "small"]
 FORMS: tuple[str, ...] = get_args(Form)
 MAX_BATCH_ELEMENTS = 2**28  # 512 MiB of fp16 a buffer: larger batches gain no speed and double the memory
+WEIGHTS_DTYPE = "bfloat16"  # which most models are trained in
 DEFAULT_STEPS = 5
 DEFAULT_RESTARTS = (2,)
 
@@ -173,6 +174,33 @@ def chain(
     spans = len([step for step in begins if step < steps])
     # Every step has its Z; all but a span's first have Q ← QZ + aQ, and all but its last S and R.
     return {gram: spans, symmetric("c"): steps + 3 * (steps - spans), apply("none"): spans}
+
+
+def ends(
+    group: Group,
+    form: str,
+    dtype: str,
+    steps: int = DEFAULT_STEPS,
+    restarts: tuple[int, ...] = DEFAULT_RESTARTS,
+) -> dict[Problem, Problem | None]:
+    """What an optimizer's step launches in place of this chain's ends: bf16 weights, Nesterov momentum.
+
+    Each with the chain's product that it stands for; the first launch, momentum and norm, stands for none. The last
+    product updates the weights (of the plain form after Q = Z + aI in the product before) or writes bf16.
+    """
+    products = list(chain(group, form, dtype, steps, restarts))
+    last = products[-1]
+    first = Problem("momentum", group.batch, group.m, group.n, 1, WEIGHTS_DTYPE, dtype, "row", "n")
+    found: dict[Problem, Problem | None] = {first: None}
+    written = replace(last, out_dtype=WEIGHTS_DTYPE)
+    if form != "small":
+        found[replace(written, epilogue="w")] = last
+    if form == "plain":
+        square = next(problem for problem in products if problem.op == "gemm_symmetric")
+        found[replace(square, epilogue="ci")] = square
+    if written != last:
+        found[written] = last
+    return found
 
 
 def schedule(steps: int, restarts: Iterable[int]) -> str:

@@ -198,12 +198,13 @@ def _dry_run(args: argparse.Namespace, work: workload.Workload) -> int:
     from dmuon_tune.backends.probe import fingerprint
     from dmuon_tune.recipe import default_dtype
     from dmuon_tune.search.schedule import usable_kernels
+    from dmuon_tune.search.workload import ends
     from dmuon_tune.search.workload import workload as workload_of
 
     device = fingerprint(args.device)
     dtype = args.dtype or default_dtype(device.kind)
     specs, _ = usable_kernels(device, args.backends)
-    problems = list(workload_of(work.groups, dtype, specs, device))
+    problems = [*workload_of(work.groups, dtype, specs, device), *ends(work.groups, dtype, specs, device)]
     rows = [row for problem in problems for row in _spaces(problem, device, args.backends)]
     if args.format == "json":
         print_json({"model": work.label, "device": device.to_dict(), "dry_run": True, "spaces": rows})

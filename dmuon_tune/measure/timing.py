@@ -277,11 +277,15 @@ def capture(launch: Call, sets: list[list[Any]], launches: int) -> torch.cuda.CU
 def _check_graph_writes(
     graph: torch.cuda.CUDAGraph, op: OpSpec, problem: Problem, sets: list[list[Any]]
 ) -> None:
-    places = [place for place, argument in enumerate(op.arguments(problem)) if argument.role == "output"]
-    outputs = [arguments[place] for arguments in (sets[0], sets[-1]) for place in places]
-    for output in outputs:
-        output.fill_(math.nan)
+    """Outputs hold NaN before, and what is updated zeros, which no update of random values leaves."""
+    before = {"output": math.nan, "inout": 0.0}
+    written = [
+        (arguments[place].fill_(before[argument.role]), argument.role)
+        for arguments in (sets[0], sets[-1])
+        for place, argument in enumerate(op.arguments(problem))
+        if argument.role in before
+    ]
     graph.replay()
     torch.cuda.synchronize()
-    if any(bool(output.isnan().any()) for output in outputs):
+    if any(bool(tensor.isnan().any() if role == "output" else (tensor == 0.0).all()) for tensor, role in written):
         raise RuntimeError("the captured graph does not write its outputs: launch on PyTorch's current stream")

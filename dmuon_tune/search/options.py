@@ -16,10 +16,10 @@ class TuneOptions:
     """How to tune. ``device``: auto, cpu, cuda or cuda:<index>. ``dtype``: None for the device's default.
 
     ``backends``: the DSLs to try (None: all); the library is always measured, as the baseline. ``trials``:
-    configurations a problem over all kernels, those in the cache counted; the library and each kernel's untuned
-    configuration are measured even beyond it. ``budget_s``: seconds for the whole run (None: no limit), of which whole
-    chains have a share (:func:`dmuon_tune.search.tuner.chains_share_s`). ``workers``: measuring processes (None: by
-    device). Raises UsageError for values that make no sense.
+    configurations a problem over all kernels, those in the cache counted (of a chain's ends a quarter as many); the
+    library and each kernel's untuned configuration are measured even beyond it. ``budget_s``: seconds for the whole run
+    (None: no limit), of which whole chains have a share (:func:`dmuon_tune.search.tuner.chains_share_s`). ``workers``:
+    measuring processes (None: by device). Raises UsageError for values that make no sense.
     """
 
     device: str = "auto"

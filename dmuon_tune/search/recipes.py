@@ -18,10 +18,11 @@ from dmuon_tune.recipe import Group, Pick, Recipe, chain
 from dmuon_tune.space import config_from_dict, config_to_dict
 from dmuon_tune.spec import KernelSpec
 
+from .workload import ALIGNMENT_BYTES
+
 HOPELESS = 2.0  # times the cheapest form's sum of winners, on cold operands: no chain gains that much over another
 FASTER = 1.01  # a chain replaces the best one where it is faster by more than a graph's run-to-run difference
 L2_SHARE = 0.5  # of the L2 that a piece's square matrices may fill: X passes through it too
-ALIGNMENT_BYTES = 16  # of a matrix, for vector loads and TMA
 CLOSE = 1.03  # kernels whose medians alone are this close may change places inside a chain ...
 CLOSE_IN_L2 = 1.1  # ... and more so where the chain finds in the L2 what was cold when the product was timed alone
 

@@ -43,9 +43,9 @@ class Sampler:
         """How many legal configurations were not proposed yet."""
         return len(self._unseen)
 
-    def reserve(self, config: Any) -> None:
-        """Count a configuration as proposed."""
-        self._unseen.pop(space.config_json(config), None)
+    def reserve(self, config: Any) -> bool:
+        """Count a configuration as proposed; whether it was legal and not yet."""
+        return self._unseen.pop(space.config_json(config), None) is not None
 
     def observe(self, config: Any, measurement: Measurement) -> None:
         """Learn a configuration's outcome, from this run or an earlier one; a failure is a failed trial."""

@@ -26,6 +26,7 @@ from dmuon_tune.spec import KernelSpec
 
 from .sampler import Sampler
 
+ENDS_AFTER = 4  # a fifth of the candidates: ends are a small part of a step, and start from what their products found
 MOST_RIVALS = 3  # that are tried in the winner's place inside a chain
 FAIR_TRIALS = 3  # configurations of a kernel before it may be left behind
 FAR_BEHIND = 1.3  # times the best: no space hides its best so far below its untuned choice unless that is bad
@@ -41,15 +42,18 @@ class KernelSearch:
         first = spec.seeds(key.problem, device) if spec.seeds else ()
         self.sampler = Sampler(spec.Config, legal, seed ^ zlib.crc32(key.canonical_json().encode()), first)
         self.outcomes: list[tuple[Any, Measurement, Trial | None]] = []
-        by_text = {config_json(config): config for config in legal}
+        self._legal = {config_json(config): config for config in legal}
         for trial in store.trials(key):
-            config = by_text.get(_trial_json(trial))
+            config = self._legal.get(_trial_json(trial))
             if config is not None:
                 self.observe(config, trial.measurement, trial)
 
     @property
     def needs_seed(self) -> bool:
         return all(config != self.untuned for config, _, _ in self.outcomes)
+
+    def is_legal(self, config: Any) -> bool:
+        return config_json(config) in self._legal
 
     def observe(self, config: Any, measurement: Measurement, trial: Trial | None = None) -> None:
         """``trial``: the cache's record, where the measurement is not this run's."""
@@ -88,6 +92,8 @@ class Candidate:
 class ProblemSearch:
     """One problem's search over all kernels that serve it, the library first."""
 
+    is_end = False
+
     def __init__(self, problem: Problem, kernel_searches: list[KernelSearch], trials: int) -> None:
         self.problem = problem
         self.kernels = sorted(kernel_searches, key=lambda each: (each.key.kernel != library_kernel(problem.op)))
@@ -102,6 +108,16 @@ class ProblemSearch:
             for _, measurement, _ in each.outcomes:
                 if measurement.median_us is not None:
                     yield measurement.median_us
+
+    def fastest(self) -> list[tuple[str, Any]]:
+        """(kernel, configuration) of every ok outcome, the smallest median first."""
+        found = [
+            (measurement.median_us, each.spec.name, config)
+            for each in self.kernels
+            for config, measurement, _ in each.outcomes
+            if measurement.median_us is not None
+        ]
+        return [(name, config) for _, name, config in sorted(found, key=lambda outcome: outcome[0])]
 
     @property
     def planned(self) -> int:
@@ -176,30 +192,44 @@ def _median_us(entry: CacheEntry) -> float:
 
 class Schedule:
     """The order of all problems' candidates: the library's for every problem, then another kernel's untuned
-    configuration for every problem in each round, then one candidate a problem in each round."""
+    configuration for every problem in each round, then one candidate a problem in each round. Of chains' ends one
+    candidate comes after every ENDS_AFTER of others, all of them where nothing else is left."""
 
-    def __init__(self, searches: list[ProblemSearch]) -> None:
+    def __init__(self, searches: Sequence[ProblemSearch]) -> None:
         rounds = itertools.zip_longest(*(search.seeds() for search in searches))
         self._seeds = deque(candidate for each in rounds for candidate in each if candidate is not None)
-        self._open = deque(searches)
+        self._open = deque(search for search in searches if not search.is_end)
+        self._ends = deque(search for search in searches if search.is_end)
+        self._since_end = 0
 
     def shuffle(self) -> None:
         """Put what is left into an order that no other process has."""
         order = random.SystemRandom()
         order.shuffle(self._seeds)
         order.shuffle(self._open)
+        order.shuffle(self._ends)
 
     def next(self) -> Candidate | None:
         """None where everything is measured or under way."""
-        if self._seeds:
-            return self._seeds.popleft()
-        while self._open:
-            search = self._open.popleft()
-            candidate = search.propose()
-            if candidate is not None:
-                self._open.append(search)
-                return candidate
-        return None
+        if self._since_end < ENDS_AFTER:
+            self._since_end += 1
+            return self._product() or _in_turn(self._ends)
+        self._since_end = 0
+        return _in_turn(self._ends) or self._product()
+
+    def _product(self) -> Candidate | None:
+        return self._seeds.popleft() if self._seeds else _in_turn(self._open)
+
+
+def _in_turn(searches: deque[ProblemSearch]) -> Candidate | None:
+    """The next search's candidate; searches that have none are over."""
+    while searches:
+        search = searches.popleft()
+        candidate = search.propose()
+        if candidate is not None:
+            searches.append(search)
+            return candidate
+    return None
 
 
 def usable_kernels(
@@ -223,6 +253,13 @@ def problem_search(
     problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, trials: int, seed: int
 ) -> ProblemSearch:
     """The search of one problem; NoLegalConfigError where no kernel has a legal configuration."""
+    return ProblemSearch(problem, kernel_searches(problem, specs, device, store, seed), trials)
+
+
+def kernel_searches(
+    problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, seed: int
+) -> list[KernelSearch]:
+    """The search of each kernel that serves a problem; NoLegalConfigError without any."""
     found, refusals = [], []
     for spec in specs:
         if spec.op != problem.op:
@@ -236,4 +273,4 @@ def problem_search(
         raise NoLegalConfigError(
             f"no kernel can run {problem.label()} on {device.name}: {'; '.join(refusals) or 'none exists'}"
         )
-    return ProblemSearch(problem, found, trials)
+    return found

@@ -28,11 +28,20 @@ from dmuon_tune.recipe import Group, Recipe, default_dtype
 from dmuon_tune.space import config_to_dict
 from dmuon_tune.spec import KernelSpec
 
+from .ends import EndSearch
 from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .progress import Progress, Silent
 from .recipes import ChainSearch, Tuned, close, estimates, is_current
-from .schedule import Candidate, ProblemSearch, Schedule, problem_search, unmeasured_backends, usable_kernels
-from .workload import served_forms, workload
+from .schedule import (
+    Candidate,
+    ProblemSearch,
+    Schedule,
+    kernel_searches,
+    problem_search,
+    unmeasured_backends,
+    usable_kernels,
+)
+from .workload import ends, served_forms, workload
 
 logger = getLogger(__name__)
 VALIDATION = "float64 reference on random inputs, poisoned and guarded outputs, two runs bit-equal"
@@ -61,21 +70,14 @@ def tune(
         raise UsageError(f"unknown backend {sorted(unknown)[0]!r}; choose from {', '.join(sorted(backends()))}")
     run = Run(store, options, device_name, device, progress or Silent())
     specs, unavailable = usable_kernels(device, options.backends)
-
-    def plan(usable: Sequence[KernelSpec]) -> list[ProblemSearch]:
-        return [
-            problem_search(problem, usable, device, store, options.trials, options.seed)
-            for problem in workload(groups, dtype, usable, device)
-        ]
-
     with run:
-        searches = plan(specs)
+        searches = _searches(groups, dtype, specs, device, store, options)
         run.warm(searches)
         broken = import_failures(unmeasured_backends(searches), run.left_s)
         if broken:
             unavailable |= broken
             specs = [spec for spec in specs if spec.backend not in broken]
-            searches = plan(specs)
+            searches = _searches(groups, dtype, specs, device, store, options)
         complete = run.measure(searches)
         chain_searches = _chain_searches(groups, dtype, searches, specs, run)
         unfinished = run.time_chains(chain_searches)
@@ -92,6 +94,25 @@ def tune(
         run.contended,
         ChainReport(run.chains_timed, run.chains_reused, run.chains_failed, unfinished),
     )
+
+
+def _searches(
+    groups: Sequence[Group], dtype: str, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store,
+    options: TuneOptions,
+) -> list[ProblemSearch]:
+    """The searches of the chains' products, then of their ends."""
+    products = {
+        problem: problem_search(problem, specs, device, store, options.trials, options.seed)
+        for problem in workload(groups, dtype, specs, device)
+    }
+    at_ends = [
+        EndSearch(
+            end, kernel_searches(end, specs, device, store, options.seed), options.trials,
+            products[like] if like else None,
+        )
+        for end, like in ends(groups, dtype, specs, device).items()
+    ]
+    return [*products.values(), *at_ends]
 
 
 class Run:
@@ -309,7 +330,8 @@ def _chain_searches(
     for search in searches:
         best = search.winner(run.provenance)
         if best is not None:
-            rivals = search.rivals(run.provenance, close(search.problem, run.device))
+            # Of ends the winners alone: they change nothing else in a chain.
+            rivals = () if search.is_end else search.rivals(run.provenance, close(search.problem, run.device))
             tuned[search.problem] = Tuned(best, rivals)
     found = []
     for group in dict.fromkeys(groups):

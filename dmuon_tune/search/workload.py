@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from dmuon_tune import recipe
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import ops
 from dmuon_tune.measure.winners import library_kernel
-from dmuon_tune.problem import Problem
+from dmuon_tune.problem import ITEM_BYTES, Problem
 from dmuon_tune.recipe import Group, chain, forms
 from dmuon_tune.spec import KernelSpec
+
+ALIGNMENT_BYTES = 16  # of a matrix, for vector loads and TMA
+WITH_ENDS = ("cuda",)  # device kinds whose optimizer launches kernels at a chain's ends
 
 
 def workload(
@@ -30,6 +34,28 @@ def workload(
         for problem, count in launches.items():
             weights[problem] = weights.get(problem, 0) + count * flops[problem.op](problem)
     return dict(sorted(weights.items(), key=lambda item: (-item[1], item[0])))
+
+
+def ends(
+    groups: Iterable[Group], dtype: str, specs: Sequence[KernelSpec], device: DeviceFingerprint
+) -> dict[Problem, Problem | None]:
+    """What an optimizer's step launches in place of the groups' first and last products, where kernels serve it: the
+    end → the product that it stands for (:func:`dmuon_tune.recipe.ends`). On a CPU PyTorch does all of it."""
+    if device.kind not in WITH_ENDS:
+        return {}
+    found: dict[Problem, Problem | None] = {}
+    for group in groups:
+        for form in served_forms(group, dtype, specs, device):
+            found |= recipe.ends(group, form, dtype)
+    return {end: like for end, like in found.items() if _is_served(end, specs, device)}
+
+
+def _is_served(end: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint) -> bool:
+    """Weights of one tensor, as checks and timings have them, must each begin where kernels can read them."""
+    aligned = end.m * end.n * ITEM_BYTES[end.out_dtype] % ALIGNMENT_BYTES == 0
+    if end.epilogue == "w" and end.batch > 1 and not aligned:
+        return False
+    return any(spec.op == end.op and spec.untuned(end, device) is not None for spec in specs)
 
 
 def served_forms(

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from dmuon_tune.backends.probe import fingerprint
-from dmuon_tune.kernel_specs import ops
+from dmuon_tune.kernel_specs import kernel, ops
 from dmuon_tune.measure import timing, verify
 from dmuon_tune.problem import Problem
 
@@ -129,3 +130,30 @@ def _bmm(x: torch.Tensor, r: torch.Tensor, alpha: float) -> None:
     torch.baddbmm(r, x, x.mT, beta=0, alpha=alpha, out=r)
 
 
+class Graph:
+    """Stands in for a CUDA graph of launches on these arguments."""
+
+    def __init__(self, launch: Any, sets: list[list[Any]]) -> None:
+        self._launch, self._sets = launch, sets
+
+    def replay(self) -> None:
+        for arguments in self._sets:
+            self._launch(*arguments)
+
+
+@pytest.mark.parametrize(("op", "epilogue"), [("apply", "none"), ("apply", "w"), ("momentum", "n")])
+def test_a_graph_that_writes_nothing_is_refused(op: str, epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    problem = Problem(op, 2, 8, 16, 8 if op == "apply" else 1, "float32", "float32", "row", epilogue)
+    spec, device = kernel(f"{op}.library"), fingerprint("cpu")
+    launch = spec.build(problem, spec.untuned(problem, device), device)
+    spec_op, sets = ops()[op], []
+    for seed in range(2):
+        inputs = spec_op.make_inputs(problem, "cpu", seed)
+        outputs = [torch.empty(a.shape) for a in spec_op.arguments(problem) if a.role == "output"]
+        scalars = verify.random_scalars(spec_op, problem, seed)
+        sets.append(verify.in_launch_order(spec_op, problem, inputs, outputs, scalars))
+    launched = [verify.as_launched(spec_op, problem, each) for each in sets]
+    timing._check_graph_writes(Graph(launch, launched), spec_op, problem, sets)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="does not write its outputs"):
+        timing._check_graph_writes(Graph(lambda *_: None, launched), spec_op, problem, sets)  # type: ignore[arg-type]

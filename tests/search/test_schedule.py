@@ -11,7 +11,15 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.search.schedule import FAIR_TRIALS, ProblemSearch, Schedule, problem_search
+from dmuon_tune.search.ends import EndSearch
+from dmuon_tune.search.schedule import (
+    FAIR_TRIALS,
+    Candidate,
+    ProblemSearch,
+    Schedule,
+    kernel_searches,
+    problem_search,
+)
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
@@ -78,3 +86,68 @@ def test_every_problem_gets_a_result_before_any_gets_its_second() -> None:
     assert [m for m, _ in seen] == [8, 16, 24] * 4
     assert {variant for _, variant in seen[:3]} == {""}, "the library's comes first"
     assert len(set(seen[:9])) == 9, "every kernel's untuned configuration comes before any other"
+
+
+def end_search(store: Store, specs: list[KernelSpec], like: ProblemSearch | None, trials: int = 24) -> EndSearch:
+    end = Problem("gram", 1, 8, 8, 8, "float32", "bfloat16")
+    return EndSearch(end, kernel_searches(end, specs, fingerprint("cpu"), store, 0), trials, like)
+
+
+def test_ends_come_after_products_and_are_a_fifth_of_the_candidates() -> None:
+    problems, device = [Problem("gram", 1, m, m, 8, "float32", "float32") for m in (8, 16)], fingerprint("cpu")
+    with Store.open("sqlite://") as store:
+        products = [problem_search(problem, [spec("a"), spec("b")], device, store, 24, 0) for problem in problems]
+        end = end_search(store, [spec("a"), spec("b")], products[0], trials=60)
+        planned = sum(search.planned for search in (*products, end))
+        schedule, outcome, is_end = Schedule([*products, end]), Measurement.from_samples([1.0], 0.0, {}), []
+        while (candidate := schedule.next()) is not None:
+            candidate.search.observe(candidate, outcome)
+            is_end.append(candidate.search.is_end)
+        assert is_end[:5] == [False] * 4 + [True] and is_end.count(True) == 15 and len(is_end) == planned == 63
+        assert is_end[:50].count(True) == 10  # and at last what is left of them
+        again = end_search(store, [spec("a"), spec("b")], products[0], trials=60)
+        assert again.planned == 15
+
+
+def test_an_end_starts_from_the_best_of_its_product_whenever_that_changes() -> None:
+    device, times = fingerprint("cpu"), {3: 9.0, 5: 7.0, 8: 5.0}
+    with Store.open("sqlite://") as store:
+        specs = [spec("fast"), spec("slow")]
+        product = problem_search(Problem("gram", 1, 8, 8, 8, "float32", "float32"), [*specs, spec("other")], device,
+                                 store, 24, 0)
+        by_variant = {each.spec.variant: each for each in product.kernels}
+
+        def told(variant: str, place: int, median_us: float) -> None:
+            candidate = Candidate(product, by_variant[variant], Config(place))
+            product.observe(candidate, Measurement.from_samples([median_us], 0.0, {}))
+
+        end = end_search(store, specs, product)
+        found: list[tuple[str, int] | None] = []
+
+        def ask() -> None:
+            candidate = end.propose()
+            found.append(candidate and (candidate.kernel.spec.variant, candidate.config.place))
+
+        for place in (3, 5):
+            told("fast", place, times[place])
+            ask()
+        ask()
+        told("other", 1, 1.0)  # a kernel that does not serve the end
+        told("fast", 8, times[8])
+        ask()
+        ask()
+        ask()
+        ask()
+    assert found == [("fast", 3), ("fast", 5), ("fast", 0), ("fast", 8), ("slow", 0), found[5], None]
+    assert found[5] is not None and len(set(found)) == 7  # a quarter of 24 trials
+
+
+def test_an_end_that_was_measured_is_not_measured_again() -> None:
+    with Store.open("sqlite://") as store:
+        first = end_search(store, [spec("a")], None, trials=8)
+        while (candidate := first.propose()) is not None:
+            outcome = Measurement.from_samples([1.0 + candidate.config.place], 0.0, {})
+            store.record(candidate.kernel.key, vars(candidate.config), outcome, {})
+            first.observe(candidate, outcome)
+        second = end_search(store, [spec("a")], None, trials=8)
+        assert (second.reused, second.planned, second.propose()) == (2, 0, None)

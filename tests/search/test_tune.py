@@ -241,6 +241,19 @@ def test_a_chain_that_fails_is_kept_and_another_form_runs(monkeypatch: pytest.Mo
         assert other.timed and other.form != ours
 
 
+def test_what_a_step_launches_at_a_chains_ends_is_tuned_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dmuon_tune.search.workload.WITH_ENDS", ("cpu",))  # whose library serves most of it, too
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        report = tune(BATCH, store, ONLY_LIBRARY, events := Recorder())
+        assert report.complete and report.measured == events.total == len(events.kept)
+        found = {(each.problem.op, each.problem.epilogue): each.winner for each in report.problems}
+        for end in (("momentum", "n"), ("apply", "w"), ("gemm_symmetric", "ci")):
+            best = found[end]
+            assert best is not None and best.measurement.ok and best.key.problem.batch == 3
+        again = tune(BATCH, store, ONLY_LIBRARY, second := Recorder())
+        assert (again.measured, again.reused, second.tried) == (0, report.measured, []) and again.complete
+
+
 def _bare(recipe: Recipe) -> Recipe:
     return replace(recipe, cost_us=None, p20_us=None, p80_us=None, batch_costs=())
 

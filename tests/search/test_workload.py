@@ -7,12 +7,13 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, kernels, ops
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, chain
-from dmuon_tune.search.workload import served_forms
+from dmuon_tune.search.workload import ends, served_forms
 from dmuon_tune.search.workload import workload as workload_of
 
 WIDE = Group(2, 64, 256)
 SQUARE = Group(1, 64, 64)
 CPU = fingerprint("cpu")
+H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 150_000_000_000)
 
 
 def workload(groups: list[Group], dtype: str) -> dict[Problem, int]:
@@ -42,11 +43,35 @@ def test_the_order_does_not_depend_on_the_groups_order() -> None:
 
 def test_the_small_form_is_for_kernels_that_run_it_whole() -> None:
     """The library's kernel, a launch of many, serves it too; a GPU's own kernel refuses a CPU and long rows of it."""
-    gpu = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 150_000_000_000)
     whole = [spec for spec in kernels("polar_small") if spec.name != "polar_small.library"]
     small = Group(64, 64, 64)
-    assert served_forms(small, "float16", [*whole, kernel("polar_small.library")], gpu) == ("gram", "plain", "small")
-    assert served_forms(small, "float16", [kernel("polar_small.library")], gpu) == ("gram", "plain")
-    assert served_forms(small, "float32", whole, gpu) == ("gram", "plain")
-    assert served_forms(Group(1, 8192, 8192), "float16", whole, gpu) == ("gram", "plain")
+    assert served_forms(small, "float16", [*whole, kernel("polar_small.library")], H200) == ("gram", "plain", "small")
+    assert served_forms(small, "float16", [kernel("polar_small.library")], H200) == ("gram", "plain")
+    assert served_forms(small, "float32", whole, H200) == ("gram", "plain")
+    assert served_forms(Group(1, 8192, 8192), "float16", whole, H200) == ("gram", "plain")
     assert served_forms(small, "float16", whole, CPU) == ("gram", "plain")
+
+
+def test_on_a_gpu_a_step_begins_and_ends_in_the_weights_dtype() -> None:
+    found = ends([Group(1, 1024, 1280)], "float16", kernels(), H200)
+    products = chain(Group(1, 1024, 1280), "plain", "float16") | chain(Group(1, 1024, 1280), "gram", "float16")
+    described = {
+        (end.op, end.epilogue, end.dtype, end.out_dtype, like and like.epilogue) for end, like in found.items()
+    }
+    assert described == {
+        ("momentum", "n", "bfloat16", "float16", None),
+        ("apply", "w", "float16", "bfloat16", "c"),  # of both forms: the later one's product is the one it is like
+        ("apply", "none", "float16", "bfloat16", "none"),
+        ("apply", "c", "float16", "bfloat16", "c"),
+        ("gemm_symmetric", "ci", "float16", "float16", "c"),
+    }
+    assert not found.keys() & products.keys() and set(found.values()) - {None} <= products.keys()
+    assert not any(end.epilogue == "w" for end in ends([Group(3, 33, 35)], "float16", kernels(), H200))
+
+
+def test_ends_are_for_gpus_and_kernels_that_serve_them() -> None:
+    assert ends([WIDE, SQUARE], "float32", kernels(), CPU) == {}
+    only_library = [spec for spec in kernels() if spec.backend == "library"]
+    assert {end.op for end in ends([SQUARE], "float16", only_library, H200)} == {"gemm_symmetric"}
+    small = ends([Group(64, 64, 64)], "float16", kernels(), H200)
+    assert any(end.op == "polar_small" and end.out_dtype == "bfloat16" for end in small)
