@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -53,6 +54,13 @@ class Measurement:
         """0 for the winner of a problem's latest race, 1 for the next, and so on; None for what was not raced."""
         place: int | None = self.resources.get("race", {}).get("place")
         return place
+
+    @property
+    def reason(self) -> str | None:
+        """The line of the log that names the error, else its last one; None where the log is empty."""
+        lines = [line.strip() for line in self.log.splitlines() if line.strip()]
+        named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return next(iter(named or lines[-1:]), None)
 
     @classmethod
     def from_samples(

@@ -113,7 +113,7 @@ def _problems(resolved: Plan) -> list[Problem]:
 
 
 def _entries(problem: Problem, device: DeviceFingerprint, found: list[caches.OpenCache]) -> list[dict[str, Any]]:
-    from .reasons import staleness
+    from dmuon_tune.measure.standing import staleness
 
     rows = []
     for cache in found:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import caches, options
 from .output import config_text, microseconds, print_json, ratio, say, table, warn
-from .reasons import staleness
 
 if TYPE_CHECKING:
     from dmuon_tune.cache import LayerDescription
-
-
-@dataclass(frozen=True)
-class Winner:
-    """A problem's winner in one layer, the library's microseconds there, and why it is stale (None: it serves)."""
-
-    layer: str
-    entry: Any
-    library_us: float | None
-    stale: str | None
+    from dmuon_tune.measure.standing import Winner
 
 
 def register(commands: Any) -> None:
@@ -58,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
         recipes: list[tuple[str | None, Any]] = [
             (cache.label, recipe) for cache in opened for recipe in cache.store.recipes(device)
         ]
-    winners = _winners(entries)
+    from dmuon_tune.measure.standing import winners as winners_of
+
+    winners = winners_of(entries)
     if args.format == "json":
         print_json({
             "device": device and device.to_dict(),
@@ -77,30 +67,6 @@ def run(args: argparse.Namespace) -> int:
             warn(f"nothing is tuned {where}; run 'dmuon-tune tune' with --preset, --model or --shapes")
         _print(winners, recipes, args.all_devices)
     return caches.exit_code(layers)
-
-
-def _winners(entries: list[tuple[str, Any]]) -> list[Winner]:
-    """Each layer's, device's and problem's winner, in problem order; entries of today's code go before stale ones."""
-    by_problem: dict[tuple[str, str, Any], list[Any]] = {}
-    for label, entry in entries:
-        by_problem.setdefault((label, f"{entry.key.device.limits()}", entry.key.problem), []).append(entry)
-    return [
-        _winner(label, candidates)
-        for (label, _, _), candidates in sorted(by_problem.items(), key=lambda item: (item[0][2], item[0][:2]))
-    ]
-
-
-def _winner(layer: str, candidates: list[Any]) -> Winner:
-    from dmuon_tune.kernel_specs import kernels
-    from dmuon_tune.measure.winners import contenders, winner
-
-    specs = {spec.name: spec for spec in kernels()}
-    current = [entry for entry in candidates if staleness(entry) is None]
-    best = winner(contenders(current, specs, current[0].key.device)) if current else None
-    best = best or min(candidates, key=lambda entry: entry.measurement.median_us)
-    library = [entry for entry in current or candidates if entry.key.toolchain.backend == "library"]
-    library_us = min((entry.measurement.median_us for entry in library), default=None)
-    return Winner(layer, best, library_us, staleness(best))
 
 
 def _print(winners: list[Winner], recipes: list[tuple[str | None, Any]], all_devices: bool) -> None:
@@ -150,14 +116,14 @@ def _print_failures(layers: Sequence[LayerDescription], device: Any, output: str
     rows = [
         [
             key.problem.label(), key.kernel, config_text(trial.config), layer, trial.measurement.status,
-            _reason(trial.measurement.log),
+            trial.measurement.reason,
         ]
         for layer, key, trial in failures
     ]
     rows += [
         [
             trial.recipe.group.label(), f"{trial.recipe.form} chain", pieces_text(trial.recipe), layer,
-            trial.measurement.status, _reason(trial.measurement.log),
+            trial.measurement.status, trial.measurement.reason,
         ]
         for layer, trial in chains
     ]
@@ -176,13 +142,6 @@ def _print_chains(layers: Sequence[LayerDescription], device: Any, output: str) 
 def _state(state: str, measurement: Any) -> str:
     """``state``, and whether other processes disturbed this timing, which is then too slow."""
     return f"{state}, disturbed" if measurement.resources.get("contended") else state
-
-
-def _reason(log: str) -> str | None:
-    """The line of a log that names the error, else its last one."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return next(iter(named or lines[-1:]), None)
 
 
 def recipe_table(recipes: list[tuple[str | None, Any]]) -> str:

@@ -1,0 +1,75 @@
+"""Says of kept entries which wins its problem and why one is stale: other code, toolchain or device than today's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dmuon_tune.backends import backends
+from dmuon_tune.cache import CacheEntry
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernels
+from dmuon_tune.problem import Problem
+
+from .winners import contenders, winner
+
+
+@dataclass(frozen=True)
+class Winner:
+    """A problem's winner in one layer, the library's microseconds there, and why it is stale (None: it serves)."""
+
+    layer: str
+    entry: CacheEntry
+    library_us: float | None
+    stale: str | None
+
+
+def winners(entries: Iterable[tuple[str, CacheEntry]]) -> list[Winner]:
+    """Of (layer label, entry): each layer's, device's and problem's winner, in problem order; entries of today's code
+    go before stale ones."""
+    by_problem: dict[tuple[str, str, Problem], list[CacheEntry]] = {}
+    for label, entry in entries:
+        by_problem.setdefault((label, f"{entry.key.device.limits()}", entry.key.problem), []).append(entry)
+    return [
+        _winner(label, candidates)
+        for (label, _, _), candidates in sorted(by_problem.items(), key=lambda item: (item[0][2], item[0][:2]))
+    ]
+
+
+def _winner(layer: str, candidates: list[CacheEntry]) -> Winner:
+    specs = {spec.name: spec for spec in kernels()}
+    current = [entry for entry in candidates if staleness(entry) is None]
+    best = winner(contenders(current, specs, current[0].key.device)) if current else None
+    best = best or min(candidates, key=lambda entry: entry.measurement.median_us or 0.0)
+    library = [entry for entry in current or candidates if entry.key.toolchain.backend == "library"]
+    library_us = min((entry.measurement.median_us or 0.0 for entry in library), default=None)
+    return Winner(layer, best, library_us, staleness(best))
+
+
+def staleness(entry: CacheEntry, device: DeviceFingerprint | None = None) -> str | None:
+    """The field in which the entry's key differs from today's, on ``device`` (None: the entry's own); None if none."""
+    key = entry.key
+    here = device or key.device
+    spec = next((spec for spec in kernels(key.problem.op) if spec.name == key.kernel), None)
+    if spec is None or spec.backend not in backends():
+        return f"kernel: there is no {key.kernel} any more"
+    if here != key.device:
+        return "other device: " + _differences(key.device.limits(), here.limits())
+    try:
+        toolchain = backends()[spec.backend].toolchain(here)
+    except ModuleNotFoundError as error:
+        return f"other toolchain: {error}"
+    if toolchain != key.toolchain:
+        return "other toolchain: " + _differences(dict(key.toolchain.versions), dict(toolchain.versions))
+    if spec.digest() != key.spec_digest:
+        return f"other digest: code {key.spec_digest[:8]}, now {spec.digest()[:8]}"
+    return None
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {then.get(name)}, here {now.get(name)}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    )
