@@ -17,30 +17,6 @@ Launches = Mapping[tuple[str, str], Launch]  # by (op, epilogue)
 Triple = tuple[float, float, float]
 
 
-def run_pieces(
-    form: str, launches: Mapping[int, Launches], pieces: Sequence[int], x: Tensor, y: Tensor,
-    squares: Sequence[Tensor], triples: Sequence[Triple], restarts: Sequence[int], coefficients: Tensor | None = None,
-    norm_factor: float = 1.0,
-) -> Tensor:
-    """:func:`run` on consecutive pieces of the batch, ``pieces`` matrices each, with the launches of each piece's size.
-
-    ``squares`` hold the largest piece. In place of the triples form ``small`` reads ``coefficients``, a float32 tensor
-    (steps, 3) on x's device, and ``norm_factor``, because it normalizes x, of any scale, itself.
-    """
-    start, result = 0, y
-    for size in pieces:
-        part = slice(start, start + size)
-        if form == "small":
-            (launch,) = launches[size].values()
-            launch(x[part], coefficients, y[part], norm_factor)
-        else:
-            some = [square[:size] for square in squares]
-            polar = run(form, launches[size], x[part], y[part], some, triples, restarts)
-            result = x if polar.data_ptr() == x[part].data_ptr() else y
-        start += size
-    return result
-
-
 @dataclass(frozen=True)
 class Last:
     """A chain's last product, not launched yet: αQX (+ βX), for ``out`` or any other place of x's shape."""
@@ -51,17 +27,46 @@ class Last:
     scalars: tuple[float, ...]
 
 
-def run(
-    form: str, launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
-    restarts: Sequence[int],
-) -> Tensor:
-    """Orthogonalize ``x`` = ``input_scale(m)``·X, (batch, rows, cols), in place; returns x or y, which holds it.
+@dataclass(frozen=True)
+class Ending:
+    """Another kernel of the last product, by piece size, and where it writes: of x's shape, in its own dtype."""
 
-    ``y`` is another buffer of x's shape and dtype, ``squares`` are ``SQUARES[form]`` buffers (batch, m, m).
+    launches: Mapping[int, Launch]
+    out: Tensor
+
+
+def run_pieces(
+    form: str, launches: Mapping[int, Launches], pieces: Sequence[int], x: Tensor, y: Tensor,
+    squares: Sequence[Tensor], triples: Sequence[Triple], restarts: Sequence[int], coefficients: Tensor | None = None,
+    norm_factor: float = 1.0, ending: Ending | None = None,
+) -> Tensor:
+    """Orthogonalize ``x`` = ``input_scale(m)``·X, (batch, rows, cols), in place; returns x or y, which holds it, or the
+    ``out`` of ``ending``.
+
+    Consecutive pieces of the batch, ``pieces`` matrices each, run one after another with the launches of their size.
+    ``y`` is another buffer of x's shape and dtype, ``squares`` are ``SQUARES[form]`` buffers (largest piece, m, m). In
+    place of the triples form ``small`` reads ``coefficients``, a float32 tensor (steps, 3) on x's device, and
+    ``norm_factor``, because it normalizes x, of any scale, itself.
     """
-    last = all_but_last(form, launches, x, y, squares, triples, restarts)
-    launches[last_product(form)](last.q, last.x, last.out, *last.scalars)
-    return last.out
+    start, result = 0, y
+    for size in pieces:
+        part = slice(start, start + size)
+        if form == "small":
+            assert coefficients is not None
+            (launch,) = launches[size].values()
+            last = Last(x[part], coefficients, y[part], (norm_factor,))
+        else:
+            launch = launches[size][last_product(form)]
+            some = [square[:size] for square in squares]
+            last = all_but_last(form, launches[size], x[part], y[part], some, triples, restarts)
+        if ending is None:
+            launch(last.q, last.x, last.out, *last.scalars)
+            result = x if last.out.data_ptr() == x[part].data_ptr() else y
+        else:
+            ending.launches[size](last.q, last.x, ending.out[part], *last.scalars)
+            result = ending.out
+        start += size
+    return result
 
 
 def last_product(form: str) -> tuple[str, str]:
@@ -73,7 +78,7 @@ def all_but_last(
     form: str, launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
     restarts: Sequence[int], with_identity: Launch | None = None,
 ) -> Last:
-    """:func:`run` up to its last product, which it returns.
+    """One piece up to its last product, which is returned.
 
     ``with_identity``, ``gemm_symmetric`` with epilogue ``ci``, makes the plain form's last product αQX as the Gram
     form's is: of Q = Z + aI.

@@ -90,9 +90,10 @@ class Recipe:
 
     The batch runs in ``pieces(batch, chunk)``, one after another (``chunk`` None: at once). ``picks`` are the kernels
     of every piece size's products; a product without one runs its own winner. Times are microseconds for the whole
-    batch, from X in the chain's dtype to its polar factor: with percentiles ``cost_us`` is a timed chain's median,
-    without them the sum of the winners' times over the chain's products. ``batch_costs`` are (batch, median of a timed
-    chain) at smaller batches, ascending.
+    batch, from X in the chain's dtype to its polar factor; on a GPU from bf16 gradients and momentum to a bf16 result,
+    where ``picks`` name the kernels of :func:`first_launch` and :func:`written` too. With percentiles ``cost_us`` is a
+    timed chain's median, without them the sum of the winners' times over what was tuned of the chain. ``batch_costs``
+    are (batch, median of a timed chain) at smaller batches, ascending.
     """
 
     group: Group
@@ -190,17 +191,25 @@ def ends(
     """
     products = list(chain(group, form, dtype, steps, restarts))
     last = products[-1]
-    first = Problem("momentum", group.batch, group.m, group.n, 1, WEIGHTS_DTYPE, dtype, "row", "n")
-    found: dict[Problem, Problem | None] = {first: None}
-    written = replace(last, out_dtype=WEIGHTS_DTYPE)
+    found: dict[Problem, Problem | None] = {first_launch(group, dtype): None}
     if form != "small":
-        found[replace(written, epilogue="w")] = last
+        found[replace(written(last), epilogue="w")] = last
     if form == "plain":
         square = next(problem for problem in products if problem.op == "gemm_symmetric")
         found[replace(square, epilogue="ci")] = square
-    if written != last:
-        found[written] = last
+    if written(last) != last:
+        found[written(last)] = last
     return found
+
+
+def first_launch(group: Group, dtype: str) -> Problem:
+    """From bf16 gradients to X in ``dtype``, with Nesterov momentum."""
+    return Problem("momentum", group.batch, group.m, group.n, 1, WEIGHTS_DTYPE, dtype, "row", "n")
+
+
+def written(last: Problem) -> Problem:
+    """A chain's last product with a bf16 result."""
+    return replace(last, out_dtype=WEIGHTS_DTYPE)
 
 
 def schedule(steps: int, restarts: Iterable[int]) -> str:

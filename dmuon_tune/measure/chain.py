@@ -14,23 +14,26 @@ from torch import Tensor
 
 from dmuon_tune import chains
 from dmuon_tune.cache import ChainKey
+from dmuon_tune.chains import Launch
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, coefficient_set
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, polar_small
 from dmuon_tune.kernel_specs.polar_small import input_scale
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Recipe
+from dmuon_tune.recipe import WEIGHTS_DTYPE, Recipe, first_launch
 from dmuon_tune.space import config_from_dict, config_json
 from dmuon_tune.spec import digest_of
 
 from .build import compile_kernel
 from .job import ChainJob
 from .timing import time_warm
+from .verify import addresses
 
 MORE_ERROR = 1.1  # times the polar error of the plain form by the library on the same input
 MOST_SAMPLES = 3  # different matrices in a batch; odd, so that no piece begins where the samples do
 ALONE_FROM_M = 2048  # from here on a sample's float64 eigenvalues take a second: one for the whole batch
+MU = 0.95  # Muon's default
 COMPILED = 64  # launches that a process keeps for the next chain, most of which differ in one product
 
 
@@ -47,20 +50,29 @@ def chain_key(recipe: Recipe, device: DeviceFingerprint) -> ChainKey:
 class BoundChain:
     """A recipe's compiled launches on one device, with the buffers that they work on.
 
-    ``compiling`` is called before each compilation. Raises whatever a DSL raises.
+    Where its picks have them, it begins with the first launch of an optimizer's step, from gradients, and ends in the
+    dtype of weights. ``compiling`` is called before each compilation. Raises whatever a DSL raises.
     """
 
     def __init__(
         self, recipe: Recipe, fingerprint: DeviceFingerprint, device: str, compiling: Callable[[], None]
     ) -> None:
         self.recipe = recipe
-        self._launches: dict[int, dict[tuple[str, str], Callable[..., Any]]] = {}
+        self._launches: dict[int, dict[tuple[str, str], Launch]] = {}
+        endings: dict[int, Launch] = {}
+        first: Launch | None = None
+        products = recipe.products()
         for pick in recipe.picks:
             compiling()
             problem = pick.problem
             config = config_from_dict(kernel(pick.kernel).Config, pick.config)
             launch = _compiled(pick.kernel, problem, config_json(config), fingerprint)
-            self._launches.setdefault(problem.batch, {})[problem.op, problem.epilogue] = launch
+            if problem in products:
+                self._launches.setdefault(problem.batch, {})[problem.op, problem.epilogue] = launch
+            elif problem == first_launch(recipe.group, recipe.dtype):
+                first = launch
+            else:
+                endings[problem.batch] = launch
         group, dtype = recipe.group, getattr(torch, recipe.dtype)
         most = max(recipe.pieces)
 
@@ -72,26 +84,69 @@ class BoundChain:
         self._set = coefficient_set(DEFAULT_COEFFICIENTS)
         self._triples = self._set.take(recipe.steps)
         self._coefficients = torch.tensor(self._triples, dtype=torch.float32, device=device)
+        self._ends = _Ends(self.x, first, endings, recipe.pieces, self._set.norm_factor) if first else None
 
-    def load(self, samples: Tensor) -> None:
-        """Fill the batch with the samples in turn, and what a launch must write with NaN."""
-        self.x.copy_(samples[torch.arange(len(self.x), device=self.x.device) % len(samples)])
+    def load(self, gradients: Tensor, samples: Tensor) -> None:
+        """Fill the batch with the samples, or with the gradients that they are of, in turn, and what a launch must
+        write with NaN."""
+        turns = torch.arange(len(self.x), device=self.x.device) % len(samples)
+        self.x.copy_(samples[turns])
         for buffer in (self.y, *self._squares):
             buffer.fill_(math.nan)
+        if self._ends:
+            self.x.fill_(math.nan)
+            self._ends.load(gradients[turns])
 
     def __call__(self) -> Tensor:
-        """The polar factors of ``x``, which then holds something else; they are the next call's x."""
+        """The polar factors of the gradients, or of ``x``, which then holds something else; they are the next call's x.
+        """
+        ends = self._ends
+        if ends:
+            ends.begin(self.x)
         result = chains.run_pieces(
             self.recipe.form, self._launches, self.recipe.pieces, self.x, self.y, self._squares, self._triples,
-            self.recipe.restarts, self._coefficients, self._set.norm_factor,
+            self.recipe.restarts, self._coefficients, self._set.norm_factor, ends.ending if ends else None,
         )
+        if ends:
+            return ends.written(result)
         if result is self.y:
             self.x, self.y = self.y, self.x
         return result
 
 
+class _Ends:
+    """What an optimizer's step has around a chain on ``x``: gradients and momentum, each matrix at its own address, and
+    a result in their dtype, by another kernel of the last product or by a copy."""
+
+    def __init__(
+        self, x: Tensor, first: Launch, endings: dict[int, Launch], pieces: Sequence[int], norm_factor: float
+    ) -> None:
+        self._first = first
+        self._scale = input_scale(min(x.shape[1:])) / norm_factor
+        dtype: torch.dtype = getattr(torch, WEIGHTS_DTYPE)
+        self._gradients, self._momenta, self._out = (torch.empty_like(x, dtype=dtype) for _ in range(3))
+        self._addresses = [addresses(each.unbind()) for each in (self._gradients, self._momenta)]
+        self.ending = chains.Ending(endings, self._out) if endings.keys() >= set(pieces) else None
+
+    def load(self, gradients: Tensor) -> None:
+        """These gradients, and no momentum yet."""
+        self._gradients.copy_(gradients)
+        self._momenta.zero_()
+        self._out.fill_(math.nan)
+
+    def begin(self, x: Tensor) -> None:
+        """From gradients to ``x``."""
+        self._first(*self._addresses, x, MU, self._scale, 0.0)
+
+    def written(self, result: Tensor) -> Tensor:
+        """The chain's result in the dtype of the weights."""
+        if result is self._out or result.dtype == self._out.dtype:
+            return result
+        return self._out.copy_(result)
+
+
 @lru_cache(COMPILED)
-def _compiled(name: str, problem: Problem, config: str, fingerprint: DeviceFingerprint) -> Callable[..., Any]:
+def _compiled(name: str, problem: Problem, config: str, fingerprint: DeviceFingerprint) -> Launch:
     spec = kernel(name)
     return compile_kernel(spec, problem, config_from_dict(spec.Config, json.loads(config)), fingerprint).launch
 
@@ -104,15 +159,16 @@ def check_and_time(bound: BoundChain, job: ChainJob, resources: dict[str, Any]) 
     yardstick = _yardstick((samples, group.rows, group.cols), recipe.dtype, recipe.steps, job.device)
     results = []
     for _ in range(2):
-        bound.load(yardstick.x)
+        bound.load(yardstick.u, yardstick.x)
         results.append(bound().clone())
     failure, error = "", math.nan
     if not bool(results[0].isfinite().all()):
         failure = "the result is not finite or was not written"
     else:
         error = _polar_error(results[0], yardstick.polar)
-        if error > yardstick.allowed:
-            failure = f"polar error {error:.3g} > {yardstick.allowed:.3g}, {MORE_ERROR} of the plain form's"
+        allowed = yardstick.allowed + torch.finfo(results[0].dtype).eps / 2  # what rounding a result adds at most
+        if error > allowed:
+            failure = f"polar error {error:.3g} > {allowed:.3g}, {MORE_ERROR} of the plain form's"
         elif not torch.equal(*results):
             failure = "two runs on the same inputs differ"
     if failure:
@@ -126,8 +182,10 @@ def check_and_time(bound: BoundChain, job: ChainJob, resources: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class _Yardstick:
-    """``x``: samples as chains take them; ``polar``: their polar factors, fp32; ``allowed``: a chain's polar error."""
+    """``u``: samples, fp32 but exact in bf16, as gradients are; ``x``: as chains take them; ``polar``: their polar
+    factors, fp32; ``allowed``: a chain's polar error."""
 
+    u: Tensor
     x: Tensor
     polar: Tensor
     allowed: float
@@ -137,14 +195,14 @@ class _Yardstick:
 def _yardstick(shape: tuple[int, int, int], dtype: str, steps: int, device: str) -> _Yardstick:
     """The same Gaussian samples for every chain of a group, so that what is costly is computed once a process."""
     rng = torch.Generator(device).manual_seed(0)
-    u = torch.randn(shape, device=device, generator=rng)
+    u = torch.randn(shape, device=device, generator=rng).to(getattr(torch, WEIGHTS_DTYPE)).float()
     known = coefficient_set(DEFAULT_COEFFICIENTS)
     scale = input_scale(min(shape[1:]))
     x = u * (scale / (known.norm_factor * torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True)))
     polar = torch.stack([_polar(sample) for sample in u])
     rounded = torch.float16 if dtype == "float32" else getattr(torch, dtype)
     plain = torch.stack([_plain(sample.to(rounded), known.take(steps), scale) for sample in x])
-    return _Yardstick(x.to(getattr(torch, dtype)), polar, MORE_ERROR * _polar_error(plain, polar))
+    return _Yardstick(u, x.to(getattr(torch, dtype)), polar, MORE_ERROR * _polar_error(plain, polar))
 
 
 def _polar(u: Tensor) -> Tensor:

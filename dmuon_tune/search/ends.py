@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from dmuon_tune.cache import CacheEntry
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Pick, Recipe, first_launch, written
+from dmuon_tune.space import config_from_dict, config_to_dict
+from dmuon_tune.spec import KernelSpec
 
 from .schedule import Candidate, KernelSearch, ProblemSearch
 
 FEWER_TRIALS = 4  # times fewer than a product's: the search starts near its best
+
+Choice = tuple[str, dict[str, Any]]  # kernel, configuration
 
 
 class EndSearch(ProblemSearch):
@@ -59,3 +70,41 @@ class EndSearch(ProblemSearch):
                 return Candidate(self, each, each.untuned)
         return None
 
+
+def end_picks(
+    recipe: Recipe, last_picks: Iterable[Pick], winner: Callable[[Problem], CacheEntry | None],
+    specs: Sequence[KernelSpec], device: DeviceFingerprint,
+) -> tuple[Pick, ...]:
+    """The kernels that a step launches at this recipe's ends; none where none serves the first launch.
+
+    ``last_picks`` are the last products', by piece, ``winner`` is what was tuned of an end of the whole group. The last
+    product's own kernel and configuration stand in for one that was not, as in training.
+    """
+    first = first_launch(recipe.group, recipe.dtype)
+    untuned = ((spec, spec.untuned(first, device)) for spec in specs if spec.op == first.op)
+    choices = [(spec.name, config_to_dict(config)) for spec, config in untuned if config is not None]
+    begin = _pick(first, [*_tuned(winner(first)), *choices], specs, device)
+    if begin is None:
+        return ()
+    found: list[Pick | None] = [begin]
+    for last in last_picks:
+        end = written(last.problem)
+        if end != last.problem:
+            found.append(_pick(end, [*_tuned(winner(end)), (last.kernel, last.config)], specs, device))
+    return tuple(pick for pick in found if pick is not None)
+
+
+def _tuned(entry: CacheEntry | None) -> list[Choice]:
+    return [] if entry is None else [(entry.key.kernel, entry.config)]
+
+
+def _pick(
+    problem: Problem, choices: Iterable[Choice], specs: Sequence[KernelSpec], device: DeviceFingerprint
+) -> Pick | None:
+    """The first of the choices that is legal."""
+    by_name = {spec.name: spec for spec in specs}
+    for name, config in choices:
+        spec = by_name[name]
+        if spec.is_legal(problem, config_from_dict(spec.Config, config), device):
+            return Pick(problem, name, config, tuning_key(spec, problem, device).sha256)
+    return None

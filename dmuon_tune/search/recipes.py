@@ -14,11 +14,12 @@ from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measure.winners import library_kernel
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import ITEM_BYTES, Problem
-from dmuon_tune.recipe import Group, Pick, Recipe, chain
+from dmuon_tune.recipe import Group, Pick, Recipe, chain, first_launch, written
 from dmuon_tune.space import config_from_dict, config_to_dict
 from dmuon_tune.spec import KernelSpec
 
-from .workload import ALIGNMENT_BYTES
+from .ends import end_picks
+from .workload import ALIGNMENT_BYTES, is_served, with_ends
 
 HOPELESS = 2.0  # times the cheapest form's sum of winners, on cold operands: no chain gains that much over another
 FASTER = 1.01  # a chain replaces the best one where it is faster by more than a graph's run-to-run difference
@@ -56,8 +57,16 @@ def estimates(
         products = chain(group, form, dtype)
         if products.keys() <= tuned.keys():
             cost_us = sum(count * tuned[problem].median_us for problem, count in products.items())
-            costed.append(Recipe(group, form, dtype, cost_us=cost_us))
+            costed.append(Recipe(group, form, dtype, cost_us=cost_us + _ends_us(group, form, dtype, tuned)))
     return sorted(costed, key=lambda recipe: recipe.cost_us or 0.0)
+
+
+def _ends_us(group: Group, form: str, dtype: str, tuned: Mapping[Problem, Tuned]) -> float:
+    """What the first launch and a bf16 result add to a chain's products, as far as they were tuned."""
+    last = list(chain(group, form, dtype))[-1]
+    first, end = first_launch(group, dtype), written(last)
+    begin_us = tuned[first].median_us if first in tuned else 0.0
+    return begin_us + (tuned[end].median_us - tuned[last].median_us if end in tuned else 0.0)
 
 
 def chunks(group: Group, form: str, dtype: str, l2_bytes: int) -> list[int]:
@@ -159,11 +168,24 @@ class ChainSearch:
 
     def _picks(self, recipe: Recipe, picked: Mapping[Role, CacheEntry]) -> tuple[Pick, ...]:
         whole = {(p.op, p.epilogue): p for p in chain(self.group, recipe.form, recipe.dtype)}
-        return tuple(
+        picks = tuple(
             self._pick(problem, picked.get(role, self._tuned[whole[role]].winner))
             for problem in recipe.products()
             for role in [(problem.op, problem.epilogue)]
         )
+        return (*picks, *self._end_picks(recipe, picks, list(whole)[-1]))
+
+    def _end_picks(self, recipe: Recipe, picks: Sequence[Pick], last: Role) -> tuple[Pick, ...]:
+        """A chain on a GPU is timed from gradients to results in the weights' dtype."""
+        if not with_ends(self._device):
+            return ()
+
+        def winner(end: Problem) -> CacheEntry | None:
+            found = self._tuned.get(end) or self._tuned.get(replace(end, batch=self.group.batch))
+            return found.winner if found else None
+
+        lasts = (pick for pick in picks if (pick.problem.op, pick.problem.epilogue) == last)
+        return end_picks(recipe, lasts, winner, list(self._specs.values()), self._device)
 
     def _pick(self, problem: Problem, entry: CacheEntry) -> Pick:
         """The chosen kernel, at another batch than the tuned one with the same configuration where that is legal."""
@@ -180,8 +202,13 @@ class ChainSearch:
 
 
 def is_current(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFingerprint) -> bool:
-    """Whether a timed recipe's kernels are still those of today's code and toolchains."""
+    """Whether a timed recipe's kernels are still those of today's code and toolchains, its ends among them if such run
+    here."""
     by_name = {spec.name: spec for spec in specs}
+    first = first_launch(recipe.group, recipe.dtype)
+    has_first = with_ends(device) and is_served(first, specs, device)
+    if has_first != any(pick.problem == first for pick in recipe.picks):
+        return False
     return recipe.timed and all(
         pick.kernel in by_name and pick.key == tuning_key(by_name[pick.kernel], pick.problem, device).sha256
         for pick in recipe.picks

@@ -13,7 +13,7 @@ from dmuon_tune.recipe import Group, chain, forms
 from dmuon_tune.spec import KernelSpec
 
 ALIGNMENT_BYTES = 16  # of a matrix, for vector loads and TMA
-WITH_ENDS = ("cuda",)  # device kinds whose optimizer launches kernels at a chain's ends
+WITH_ENDS = ("cuda",)  # device kinds on which kernels read gradients and write weights by their addresses
 
 
 def workload(
@@ -41,17 +41,22 @@ def ends(
 ) -> dict[Problem, Problem | None]:
     """What an optimizer's step launches in place of the groups' first and last products, where kernels serve it: the
     end → the product that it stands for (:func:`dmuon_tune.recipe.ends`). On a CPU PyTorch does all of it."""
-    if device.kind not in WITH_ENDS:
+    if not with_ends(device):
         return {}
     found: dict[Problem, Problem | None] = {}
     for group in groups:
         for form in served_forms(group, dtype, specs, device):
             found |= recipe.ends(group, form, dtype)
-    return {end: like for end, like in found.items() if _is_served(end, specs, device)}
+    return {end: like for end, like in found.items() if is_served(end, specs, device)}
 
 
-def _is_served(end: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint) -> bool:
-    """Weights of one tensor, as checks and timings have them, must each begin where kernels can read them."""
+def with_ends(device: DeviceFingerprint) -> bool:
+    """Whether the optimizer launches kernels at a chain's ends here."""
+    return device.kind in WITH_ENDS
+
+
+def is_served(end: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint) -> bool:
+    """Whether a kernel runs and can be measured: weights of one tensor must each begin where kernels can read them."""
     aligned = end.m * end.n * ITEM_BYTES[end.out_dtype] % ALIGNMENT_BYTES == 0
     if end.epilogue == "w" and end.batch > 1 and not aligned:
         return False

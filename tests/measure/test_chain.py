@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dmuon_tune import chains
 from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure import chain
 from dmuon_tune.measure.build import tuning_key
@@ -16,7 +18,8 @@ from dmuon_tune.measure.executor import Executor
 from dmuon_tune.measure.job import ChainJob, Job
 from dmuon_tune.measure.timing import Timing, time_warm
 from dmuon_tune.measurement import Measurement
-from dmuon_tune.recipe import FORMS, Group, Pick, Recipe
+from dmuon_tune.recipe import FORMS, Group, Pick, Recipe, first_launch, written
+from dmuon_tune.recipe import chain as chain_of
 
 CPU = fingerprint("cpu")
 GROUP = Group(3, 12, 20)
@@ -30,6 +33,22 @@ def by_library(recipe: Recipe, **others: str) -> Recipe:
         config = vars(spec.untuned(problem, CPU))
         picks.append(Pick(problem, spec.name, dict(config), tuning_key(spec, problem, CPU).sha256))
     return replace(recipe, picks=tuple(picks))
+
+
+def with_ends(recipe: Recipe, momentum: str = "momentum.library", device: DeviceFingerprint = CPU) -> Recipe:
+    """The recipe from gradients on, and to a bf16 result by the kernels of its last products where they write one."""
+    problems = [first_launch(recipe.group, recipe.dtype)]
+    names = {problems[0].op: momentum, **{pick.problem.op: pick.kernel for pick in recipe.picks}}
+    for size in set(recipe.pieces):
+        group = replace(recipe.group, batch=size)
+        problems.append(written(list(chain_of(group, recipe.form, recipe.dtype))[-1]))
+    picks = []
+    for problem in problems:
+        spec = kernel(names[problem.op])
+        config = spec.untuned(problem, device)
+        if config is not None:
+            picks.append(Pick(problem, spec.name, dict(vars(config)), tuning_key(spec, problem, device).sha256))
+    return replace(recipe, picks=(*recipe.picks, *picks))
 
 
 def checked(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Measurement:
@@ -51,6 +70,40 @@ def test_a_right_chain_is_ok_in_any_pieces(
     assert errors == pytest.approx([errors[0]] * 3, rel=1e-3) and 0 < errors[0] < 0.2
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chain_with_its_ends_goes_from_gradients_to_a_bf16_result(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for chunk in (None, 2):
+        bare = by_library(Recipe(Group(5, 12, 20), form, "float32", chunk=chunk))
+        bound = chain.BoundChain(with_ends(bare), CPU, "cpu", lambda: None)
+        yardstick = chain._yardstick((3, 12, 20), "float32", 5, "cpu")
+        bound.load(yardstick.u, torch.full_like(yardstick.x, float("nan")))
+        results = [bound().clone() for _ in range(6)]  # momentum goes on, its direction does not change
+        assert {result.dtype for result in results} == {torch.bfloat16}
+        errors = [chain._polar_error(result, yardstick.polar) for result in results]
+        expected = checked(bare, monkeypatch).max_rel_err or 0.0
+        assert errors == pytest.approx([expected] * 6, abs=5e-3) and 0 < expected < 0.2
+        measurement = checked(with_ends(bare), monkeypatch)
+        assert measurement.ok and measurement.max_rel_err == pytest.approx(errors[0], abs=1e-6), measurement.log
+
+
+def test_another_last_product_writes_every_piece_of_its_own_buffer() -> None:
+    def halved(q: torch.Tensor, x: torch.Tensor, y: torch.Tensor, alpha: float) -> None:
+        y.copy_(0.5 * alpha * q @ x)
+
+    recipe = by_library(Recipe(Group(5, 12, 20), "gram", "float32", chunk=2))
+    x = torch.randn(5, 12, 20) / 16
+    out = torch.full((5, 12, 20), float("nan"), dtype=torch.bfloat16)
+    results = []
+    for ending in (None, chains.Ending({1: halved, 2: halved}, out)):
+        bound = chain.BoundChain(recipe, CPU, "cpu", lambda: None)
+        bound.load(x, x)
+        results.append(chains.run_pieces(
+            "gram", bound._launches, recipe.pieces, bound.x, bound.y, bound._squares, bound._triples, (2,), None, 1.0,
+            ending,
+        ))
+    assert results[1] is out and torch.allclose(results[0], 2 * out.float(), rtol=1e-2, atol=1e-4)
+
+
 def test_the_yardstick_is_the_polar_factor_and_the_plain_forms_distance_to_it() -> None:
     yardstick = chain._yardstick((2, 6, 9), "float32", 5, "cpu")
     u, _, vh = torch.linalg.svd(yardstick.x.double(), full_matrices=False)
@@ -68,7 +121,7 @@ def test_a_chain_is_launched_piece_by_piece_and_holds_only_its_own_matrices(monk
     for chunk in (None, 2):
         recipe = by_library(Recipe(Group(5, 12, 20), "gram", "float32", chunk=chunk))
         bound = chain.BoundChain(recipe, CPU, "cpu", lambda: None)
-        bound.load(x)
+        bound.load(x, x)
         results.append(bound().clone())
     assert torch.allclose(*results, atol=1e-5)
     assert not torch.allclose(results[0][0], results[0][1], atol=0.1)
@@ -80,7 +133,7 @@ class Wrong:
     def __init__(self, recipe: Recipe, results: list[Any]) -> None:
         self.recipe, self._results = recipe, results
 
-    def load(self, samples: torch.Tensor) -> None:
+    def load(self, *samples: torch.Tensor) -> None:
         pass
 
     def __call__(self) -> torch.Tensor:
@@ -139,11 +192,14 @@ def test_chains_are_timed_by_graphs_on_a_gpu(form: str) -> None:
     recipe = Recipe(Group(5, 128, 256), form, "float16", chunk=2)
     picks = []
     for problem in recipe.products():
-        spec = kernel(f"{problem.op}.library")
+        spec = kernel(f"{problem.op}.triton" if problem.op in ("apply", "polar_small") else f"{problem.op}.library")
         config = dict(vars(spec.untuned(problem, device)))
         picks.append(Pick(problem, spec.name, config, tuning_key(spec, problem, device).sha256))
     recipe = replace(recipe, picks=tuple(picks))
+    whole = with_ends(recipe, "momentum.triton", device)
+    assert len(whole.picks) == len(recipe.picks) + 3  # the last product of either piece writes bf16
     with Executor("cuda", workers=1) as executor:
-        ((_, measurement),) = executor.run([ChainJob(recipe, "cuda", 1)])
-    assert measurement.ok, measurement.log
-    assert 0 < (measurement.max_rel_err or 0) < 0.2
+        jobs = [ChainJob(each, "cuda", 1) for each in (recipe, whole)]
+        found = [measurement for _, measurement in executor.run(jobs)]
+    assert all(measurement.ok for measurement in found), [measurement.log for measurement in found]
+    assert all(0 < (measurement.max_rel_err or 0) < 0.2 for measurement in found)

@@ -13,7 +13,7 @@ from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group, Recipe, chain
+from dmuon_tune.recipe import Group, Recipe, chain, first_launch, written
 from dmuon_tune.search.recipes import ChainSearch, Tuned, chunks, close, estimates, is_current
 
 SQUARE = Group(1, 64, 64)
@@ -178,3 +178,55 @@ def test_a_form_far_behind_on_paper_is_not_timed() -> None:
     assert [recipe.form for recipe in asked] == ["gram"]
     asked = walk(search_of(SQUARE, ("gram", "plain"), known), lambda recipe: Measurement("timeout"))
     assert [recipe.form for recipe in asked] == ["gram", "plain"]  # unless nothing else works
+
+
+H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 150_000_000_000)
+
+
+def on_gpu(problem: Problem, kernel_name: str, median_us: float = 1.0, **config: object) -> Tuned:
+    spec = kernel(kernel_name)
+    values = {**vars(spec.untuned(problem, H200)), **config}
+    return Tuned(CacheEntry(tuning_key(spec, problem, H200), values, ok(median_us), "", {}))
+
+
+def test_on_a_gpu_chains_begin_with_gradients_and_end_in_bf16() -> None:
+    group, specs = Group(6, 1024, 4096), [*map(kernel, ("momentum.triton", "apply.triton"))]
+    specs += [kernel(f"{op}.library") for op in ("gram", "gemm_symmetric", "apply")]
+    products = list(chain(group, "gram", "float16"))
+    known = {problem: on_gpu(problem, f"{problem.op}.library") for problem in products}
+    last, first = products[-1], first_launch(group, "float16")
+    known[last] = on_gpu(last, "apply.triton", 1.0)
+    bare = estimates(group, ("gram",), "float16", known)[0].cost_us or 0.0
+
+    def ends_of(found: dict[Problem, Tuned]) -> dict[int, list[tuple[str, str, int, str]]]:
+        """(op, kernel, its batch, result) of the ends of the chains asked for, by the group's batch."""
+        search = ChainSearch(estimates(group, ("gram",), "float16", found), found, specs, H200)
+        return {
+            recipe.group.batch: [
+                (pick.problem.op, pick.kernel, pick.problem.batch, pick.problem.out_dtype)
+                for pick in recipe.picks
+                if pick.problem not in recipe.products()
+            ]
+            for recipe in walk(search, lambda recipe: ok(100.0 if recipe.chunk is None else 50.0 + recipe.chunk))
+        }
+
+    untuned = ends_of(known)
+    assert untuned[2] == [("momentum", "momentum.triton", 2, "float16"), ("apply", "apply.triton", 2, "bfloat16")]
+    assert untuned[6][0] == ("momentum", "momentum.triton", 6, "float16")
+    known[first] = on_gpu(first, "momentum.triton", 7.0)
+    known[written(last)] = on_gpu(written(last), "apply.triton", 3.0)
+    assert estimates(group, ("gram",), "float16", known)[0].cost_us == bare + 7.0 + 3.0 - 1.0
+    assert ends_of(known) == untuned
+    known[last] = on_gpu(last, "apply.library")  # which writes no bf16: its own winner does
+    assert ends_of(known) == untuned
+    del known[written(last)]
+    assert all([op for op, *_ in found] == ["momentum"] for found in ends_of(known).values())
+
+
+def test_a_recipe_timed_without_its_ends_is_not_current_where_they_run() -> None:
+    group, specs = Group(2, 1024, 4096), [kernel(f"{op}.library") for op in ("gram", "gemm_symmetric", "apply")]
+    known = {problem: on_gpu(problem, f"{problem.op}.library") for problem in chain(group, "gram", "float16")}
+    search = ChainSearch(estimates(group, ("gram",), "float16", known), known, specs, H200)
+    walk(search, lambda recipe: ok(5.0))
+    without = search.recipe()
+    assert is_current(without, specs, H200) and not is_current(without, [*specs, kernel("momentum.triton")], H200)

@@ -22,7 +22,7 @@ from dmuon_tune.kernel_specs import EXTRA_MODULES_VARIABLE, kernel, kernels
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group, Recipe, chain
+from dmuon_tune.recipe import Group, Recipe, chain, first_launch
 from dmuon_tune.search import TuneOptions, tune
 from dmuon_tune.search.options import ChainReport
 from dmuon_tune.search.recipes import ChainSearch, Tuned, estimates
@@ -250,8 +250,14 @@ def test_what_a_step_launches_at_a_chains_ends_is_tuned_once(monkeypatch: pytest
         for end in (("momentum", "n"), ("apply", "w"), ("gemm_symmetric", "ci")):
             best = found[end]
             assert best is not None and best.measurement.ok and best.key.problem.batch == 3
+        (recipe,) = report.recipes
+        assert recipe.timed and first_launch(BATCH[0], "float32") in {pick.problem for pick in recipe.picks}
+        assert all(first_launch(each.group, "float32") == each.picks[-1].problem for each in events.chains)
         again = tune(BATCH, store, ONLY_LIBRARY, second := Recorder())
         assert (again.measured, again.reused, second.tried) == (0, report.measured, []) and again.complete
+        assert second.chains == [] and again.recipes == [recipe]
+        store.put_recipe(report.device, replace(recipe, picks=recipe.picks[:-1]))  # as timed without its ends
+        assert tune(BATCH, store, replace(ONLY_LIBRARY, budget_s=1e-6)).recipes == [recipe]
 
 
 def _bare(recipe: Recipe) -> Recipe:
