@@ -44,6 +44,11 @@ def register(commands: Any) -> None:
     search.add_argument("--workers", type=options.positive, metavar="N", help="measuring processes")
     search.add_argument("--compile-timeout", type=options.seconds, default=120.0, metavar="TIME", help="default: 2m")
     search.add_argument("--run-timeout", type=options.seconds, default=60.0, metavar="TIME", help="default: 1m")
+    search.add_argument(
+        "--storage", metavar="URL",
+        help="tune into this database, such as postgresql+psycopg://user@host/name, together with every run that does; "
+        "the password may stand in PGPASSWORD or ~/.pgpass",
+    )
     search.add_argument("--dry-run", action="store_true", help="list the problems and their legal spaces; tune nothing")
     parser.set_defaults(run=run)
 
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed, compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout, workers=args.workers,
     )
     try:
-        with Store.open_user(args.cache) as store:
+        with Store.open_user(_place(args)) as store:
             report = tune(work.groups, store, chosen, terminal_progress())
             where = store.where
     except KeyboardInterrupt:
@@ -76,6 +81,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report)
     return _conclude(report, where)
+
+
+def _place(args: argparse.Namespace) -> str | None:
+    """The cache to tune into: a file, a URL, or None for the user's."""
+    place: str | None = args.cache if args.storage is None else args.storage
+    if args.storage is not None and args.cache is not None:
+        raise UsageError("--cache and --storage both name the cache; give one of them")
+    if args.storage is not None and "://" not in args.storage:
+        raise UsageError("--storage takes a URL such as postgresql+psycopg://user@host/name; --cache takes a file")
+    return place
 
 
 def _check_backends(names: Iterable[str] | None) -> None:

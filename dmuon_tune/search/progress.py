@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -32,6 +33,12 @@ class Progress(Protocol):
     ) -> None:
         """A configuration's result is in the cache; ``best_us`` is the problem's fastest median so far."""
 
+    def reused(self, count: int) -> None:
+        """Other runs have measured ``count`` of the configurations meanwhile."""
+
+    def waiting(self, count: int, hosts: Sequence[str]) -> None:
+        """All that is left, ``count`` problems or groups, is under way in other runs, on ``hosts``."""
+
     def chains_started(self, groups: int, left_s: float | None) -> None:
         """The products are done; chains of ``groups`` groups will be timed, for ``left_s`` seconds at most."""
 
@@ -54,6 +61,12 @@ class Silent:
     def measured(
         self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
     ) -> None:
+        pass
+
+    def reused(self, count: int) -> None:
+        pass
+
+    def waiting(self, count: int, hosts: Sequence[str]) -> None:
         pass
 
     def chains_started(self, groups: int, left_s: float | None) -> None:
@@ -115,6 +128,13 @@ class TerminalBar:
         doing = f"{problem.label()}: {_outcome(kernel, measurement, best_us)}"
         self._bar.update(self._task, advance=1, left=self._clock.left(), doing=doing)
 
+    def reused(self, count: int) -> None:
+        self._clock.total -= count
+        self._bar.update(self._task, total=self._clock.total, left=self._clock.left())
+
+    def waiting(self, count: int, hosts: Sequence[str]) -> None:
+        self._bar.update(self._task, left=self._clock.left(), doing=_waiting(count, hosts))
+
     def chains_started(self, groups: int, left_s: float | None) -> None:
         self._clock = Clock(0, left_s)
         doing = _chains_of(groups)
@@ -137,7 +157,7 @@ class PlainLines:
         self._stream = stream
         self._interval_s = interval_s
         self._clock = Clock(0, None)
-        self._next = 0.0
+        self._next, self._waited = 0.0, ""
 
     def started(self, total: int, budget_s: float | None) -> None:
         self._clock = Clock(total, budget_s)
@@ -154,6 +174,15 @@ class PlainLines:
             self._next = time.monotonic() + self._interval_s
             outcome = _outcome(kernel, measurement, best_us)
             self._write(f"tuning {clock.done}/{clock.total}, {clock.left()} left; {problem.label()}: {outcome}")
+
+    def reused(self, count: int) -> None:
+        self._clock.total -= count
+
+    def waiting(self, count: int, hosts: Sequence[str]) -> None:
+        line = _waiting(count, hosts)
+        if line != self._waited or time.monotonic() >= self._next:
+            self._waited, self._next = line, time.monotonic() + self._interval_s
+            self._write(line)
 
     def chains_started(self, groups: int, left_s: float | None) -> None:
         self._clock = Clock(0, left_s)
@@ -185,6 +214,10 @@ def _trying(problem: Problem, kernel: str, config: dict[str, Any]) -> str:
 
 def _outcome(kernel: str, measurement: Measurement, best_us: float | None) -> str:
     return f"{kernel.partition('.')[2]} {_result(measurement, best_us)}"
+
+
+def _waiting(count: int, hosts: Sequence[str]) -> str:
+    return f"waiting for {count} that other runs tune, on {', '.join(hosts)}"
 
 
 def _chains_of(groups: int) -> str:

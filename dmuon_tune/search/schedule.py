@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,10 +42,7 @@ class KernelSearch:
         self.sampler = Sampler(spec.Config, legal, seed ^ zlib.crc32(key.canonical_json().encode()), first)
         self.outcomes: list[tuple[Any, Measurement, Trial | None]] = []
         self._legal = {config_json(config): config for config in legal}
-        for trial in store.trials(key):
-            config = self._legal.get(_trial_json(trial))
-            if config is not None:
-                self.observe(config, trial.measurement, trial)
+        self.refresh(store)
 
     @property
     def needs_seed(self) -> bool:
@@ -60,10 +56,14 @@ class KernelSearch:
         self.sampler.observe(config, measurement)
         self.outcomes.append((config, measurement, trial))
 
-    def stored(self, store: Store, config: Any) -> Trial | None:
-        """What ``store`` holds now of this configuration."""
-        text = config_json(config)
-        return next((trial for trial in store.trials(self.key) if _trial_json(trial) == text), None)
+    def refresh(self, store: Store) -> int:
+        """Learn what the store holds and this search does not know; returns how much that is."""
+        known = {config_json(config) for config, _, _ in self.outcomes}
+        found = [(text, trial) for trial in store.trials(self.key) if (text := _trial_json(trial)) not in known]
+        new = [(self._legal[text], trial) for text, trial in found if text in self._legal]
+        for config, trial in new:
+            self.observe(config, trial.measurement, trial)
+        return len(new)
 
     def contenders(self, provenance: dict[str, Any]) -> Iterator[Contender]:
         """The ok outcomes; ``provenance`` is this run's."""
@@ -157,11 +157,14 @@ class ProblemSearch:
         candidate.kernel.observe(candidate.config, measurement)
         self.best_us = min(self._medians(), default=None)
 
-    def reuse(self, candidate: Candidate, trial: Trial) -> None:
-        """Learn of a result that another process has put into the cache meanwhile."""
-        candidate.kernel.observe(candidate.config, trial.measurement, trial)
-        self.reused += 1
+    def refresh(self, store: Store) -> int:
+        """Learn what other runs have measured meanwhile, while nothing of this search is under way; returns how much
+        that is."""
+        new = sum(each.refresh(store) for each in self.kernels)
+        self.reused += new
+        self._proposed = sum(len(each.outcomes) for each in self.kernels)
         self.best_us = min(self._medians(), default=None)
+        return new
 
     def statuses(self) -> dict[str, int]:
         return dict(Counter(measurement.status for each in self.kernels for _, measurement, _ in each.outcomes))
@@ -202,12 +205,15 @@ class Schedule:
         self._ends = deque(search for search in searches if search.is_end)
         self._since_end = 0
 
-    def shuffle(self) -> None:
-        """Put what is left into an order that no other process has."""
-        order = random.SystemRandom()
-        order.shuffle(self._seeds)
-        order.shuffle(self._open)
-        order.shuffle(self._ends)
+    @property
+    def left(self) -> list[ProblemSearch]:
+        """The searches that may have more to measure."""
+        return [*self._open, *self._ends]
+
+    def drop(self, search: ProblemSearch) -> None:
+        """Propose nothing more of a search."""
+        self._seeds = deque(candidate for candidate in self._seeds if candidate.search is not search)
+        (self._ends if search.is_end else self._open).remove(search)
 
     def next(self) -> Candidate | None:
         """None where everything is measured or under way."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from dmuon_tune.recipe import Group, Recipe, default_dtype
 from dmuon_tune.space import config_to_dict
 from dmuon_tune.spec import KernelSpec
 
+from .claims import LOOK_EVERY_S, Membership, Share, digest
 from .ends import EndSearch
 from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .progress import Progress, Silent
@@ -132,8 +134,9 @@ class Run:
             self._end = time.monotonic() + options.budget_s - share_s
             self._grace_s = min(BUDGET_GRACE_S, PRODUCTS_GRACE * share_s)
         self._under_way: dict[int, Candidate | ChainSearch] = {}  # by their job's seed
+        self._membership = Membership(store, device)
         self._executor = Executor(device_name, options.workers, options.compile_timeout_s, options.run_timeout_s)
-        self.measured, self.reused, self.contended = 0, 0, 0
+        self.measured, self.contended = 0, 0
         self.chains_timed, self.chains_reused, self.chains_failed = 0, 0, 0
         self.measured_of: dict[ProblemSearch, int] = {}
         self.provenance = {
@@ -149,7 +152,10 @@ class Run:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._executor.close()
+        try:
+            self._executor.close()
+        finally:
+            self._membership.close()
         self._progress.finished()
         if self.contended:
             logger.warning(
@@ -167,12 +173,36 @@ class Run:
         self._executor.warm(sum(search.planned for search in searches))
 
     def measure(self, searches: list[ProblemSearch]) -> bool:
-        """Whether everything planned was measured, before the end of the products' part of the budget."""
-        planned = sum(search.planned for search in searches)
-        if planned:
-            self._progress.started(planned, self._options.budget_s)
-            self._feed(Schedule(searches))
-        return self.measured + self.reused == planned
+        """Whether everything planned was measured, by this run or others that share the cache, before the end of the
+        products' part of the budget."""
+        planned = {search: search.planned for search in searches if search.planned}
+        if not planned:
+            return True
+        self._progress.started(sum(planned.values()), self._options.budget_s)
+        share = Share(self._membership, {search: [each.key.sha256 for each in search.kernels] for search in planned})
+        is_done = True
+        while is_done and share.open and not self._is_over():
+            mine = share.take()
+            self._refresh(mine)
+            if mine:
+                is_done = self._feed(Schedule(mine), share)
+                share.finish([search for search in mine if search not in share.open])
+            else:
+                self._wait_for_others(share)
+        self._refresh(share.open)
+        return is_done and not share.open
+
+    def _refresh(self, searches: Sequence[ProblemSearch]) -> None:
+        """Take the results that other runs have kept since these searches were made, or last held."""
+        new = sum(search.refresh(self._store) for search in searches)
+        if new:
+            self._progress.reused(new)
+
+    def _wait_for_others(self, share: Share[Any]) -> None:
+        holders = share.holders()
+        if holders:
+            self._progress.waiting(len(share.open), holders)
+        time.sleep(LOOK_EVERY_S / 2)
 
     def time_chains(self, searches: list[ChainSearch]) -> int:
         """Time the groups' chains, all recipes before any price of smaller batches; returns how many groups the
@@ -180,21 +210,41 @@ class Run:
         if self._options.budget_s is not None and self._end is not None:
             self._end += chains_share_s(self._options.budget_s)
             self._grace_s = BUDGET_GRACE_S
-        waiting = list(searches)
         for search in searches:
             self._reuse_chains(search)
-        if any(search.candidate for search in searches):
+        units = {search: [_unit(search.candidate, self.device)] for search in searches if search.candidate is not None}
+        if units:
             left_s = None if self._end is None else max(0.0, self._end - time.monotonic())
             self._progress.chains_started(len(searches), left_s)
+        share = Share(self._membership, units)
+        while True:
+            mine = share.take() if share.open and not self._is_over() else []
+            self._time(mine, share)
+            share.finish([search for search in mine if search not in share.open])
+            if not share.open or self._is_over():
+                break
+            if not mine:
+                self._wait_for_others(share)
+        for search in share.open:
+            self._reuse_chains(search)
+        return sum(search.candidate is not None for search in searches)
+
+    def _time(self, mine: Sequence[ChainSearch], share: Share[ChainSearch]) -> None:
+        """Time these groups' chains until they are all timed, given to others or the budget is over."""
+        waiting = list(mine)
         while True:
             waiting.sort(key=lambda search: search.is_pricing)
+            busy = [each for each in self._under_way.values() if isinstance(each, ChainSearch)]
+            for search in share.surplus([*waiting, *busy], busy):
+                waiting.remove(search)
+                share.give_back([search])
             while waiting and self._executor.has_room and not self._is_over():
                 search = waiting.pop(0)
                 self._reuse_chains(search)  # another process may have timed it meanwhile
                 if search.candidate is not None:
                     self._submit(search, ChainJob(search.candidate, self._device_name, self._rng.getrandbits(48)))
             if not self._under_way:
-                break
+                return
             outcome = self._next_outcome()
             if outcome is not None and isinstance(outcome[0], ChainSearch):
                 self._keep_chain(*outcome)
@@ -202,8 +252,7 @@ class Run:
             elif outcome is not None:
                 self._keep(*outcome)  # a product that was under way when the products' part ended
             elif self._is_over(self._grace_s):
-                break
-        return sum(search.candidate is not None for search in searches)
+                return
 
     def _reuse_chains(self, search: ChainSearch) -> None:
         """Take what the cache holds of the next chains, however they ended."""
@@ -230,24 +279,25 @@ class Run:
         self._progress.timed(recipe, measurement, search.best_us)
         self._reuse_chains(search)
 
-    def _feed(self, schedule: Schedule) -> None:
+    def _feed(self, schedule: Schedule, share: Share[ProblemSearch]) -> bool:
+        """Measure what the schedule has, less what is given to others; whether all that was done before the end."""
         while True:
+            busy = [each.search for each in self._under_way.values() if isinstance(each, Candidate)]
+            for search in share.surplus(list(dict.fromkeys([*schedule.left, *busy])), busy):
+                schedule.drop(search)
+                share.give_back([search])
             while self._executor.has_room and not self._is_over():
                 candidate = schedule.next()
                 if candidate is None:
                     break
-                if not self._reuse(candidate):
-                    self._submit(candidate, self._job(candidate))
+                self._submit(candidate, self._job(candidate))
             if not self._under_way:
-                return
+                return schedule.next() is None
             outcome = self._next_outcome()
             if outcome is not None and isinstance(outcome[0], Candidate):
-                candidate, measurement = outcome
-                if candidate.kernel.stored(self._store, candidate.config) is not None:
-                    schedule.shuffle()  # another process goes the same way: both would measure everything
-                self._keep(candidate, measurement)
+                self._keep(*outcome)
             elif self._is_over(self._grace_s):
-                return
+                return False
 
     def _submit(self, subject: Candidate | ChainSearch, job: AnyJob) -> None:
         self._under_way[job.seed] = subject
@@ -266,22 +316,16 @@ class Run:
         return self._end is not None and time.monotonic() >= self._end + grace_s
 
     def _patience_s(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end + self._grace_s - time.monotonic())
+        """How long to wait for an outcome: not past the budget's end, nor for long where other runs may want work."""
+        often_s = None if self._membership.is_alone else LOOK_EVERY_S
+        left_s = None if self._end is None else max(0.0, self._end + self._grace_s - time.monotonic())
+        return min((each for each in (often_s, left_s) if each is not None), default=None)
 
     def _job(self, candidate: Candidate) -> Job:
         config = config_to_dict(candidate.config)
         key = candidate.kernel.key
         self._progress.trying(key.problem, key.kernel, config)
         return Job(key.kernel, key.problem, config, self._device_name, self._rng.getrandbits(48))
-
-    def _reuse(self, candidate: Candidate) -> bool:
-        """Take the result of another process that has measured this configuration since the run began."""
-        trial = candidate.kernel.stored(self._store, candidate.config)
-        if trial is None:
-            return False
-        candidate.search.reuse(candidate, trial)
-        self.reused += 1
-        return True
 
     def _keep(self, candidate: Candidate, measurement: Measurement) -> None:
         key, config = candidate.kernel.key, config_to_dict(candidate.config)
@@ -295,6 +339,12 @@ class Run:
         self.contended += bool(measurement.resources.get("contended"))
         self.measured_of[search] = self.measured_of.get(search, 0) + 1
         self._progress.measured(key.problem, key.kernel, config, measurement, search.best_us)
+
+
+def _unit(recipe: Recipe, device: DeviceFingerprint) -> str:
+    """What names the chains of a recipe's group, whatever their kernels are."""
+    key = chain_key(recipe, device)
+    return digest(key.identity()["group"], recipe.dtype, key.code_digest, device.limits())
 
 
 def chains_share_s(budget_s: float) -> float:

@@ -48,6 +48,22 @@ def test_chains_are_said_in_a_log_file_and_on_a_terminal(monkeypatch: pytest.Mon
         assert "chains of 1 group" in said and "16x1024x4096: gram chain in 4 pieces 12.3 us" in said
 
 
+def test_other_runs_are_said_in_a_log_file_and_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    for stream in (io.StringIO(), Terminal()):
+        progress = terminal_progress(stream)
+        progress.started(3, None)
+        progress.reused(2)
+        progress.measured(PROBLEM, "gram.library", {"entry": "addmm"}, OK, 12.3)
+        for _ in range(2):
+            progress.waiting(4, ("node-1", "node-2"))
+        progress.finished()
+        said = stream.getvalue()
+        assert "1/1" in said and "waiting for 4 that other runs tune, on node-1, node-2" in said
+        assert isinstance(progress, TerminalBar) or said.count("waiting") == 1
+
+
 def test_a_terminal_gets_a_bar_without_colours_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setenv("NO_COLOR", "1")
