@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .checks import integer, is_number, shown
 from .errors import UsageError
 
 Triple = tuple[float, float, float]
@@ -27,8 +28,7 @@ class CoefficientSet:
 
     def take(self, steps: int) -> tuple[Triple, ...]:
         """The first ``steps`` triples; UsageError where the set has fewer and does not repeat its last."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise UsageError(f"Newton–Schulz steps must be an integer of at least 1, not {steps!r}")
+        integer("steps", steps)
         if steps > len(self.triples) and not self.repeats:
             raise UsageError(f"coefficients {self.name!r} are made for {len(self.triples)} steps, not {steps}")
         return (self.triples + self.triples[-1:] * steps)[:steps]
@@ -104,13 +104,17 @@ def coefficient_set(given: str | CoefficientSet | tuple[Triple, ...] | list[Trip
         if given not in COEFFICIENTS:
             raise UsageError(f"unknown coefficients {given!r}; choose one of {', '.join(COEFFICIENTS)}")
         return COEFFICIENTS[given]
-    values: list[Any] = list(given)
-    single = len(values) == 3 and all(isinstance(value, int | float) for value in values)
-    triples: tuple[Triple, ...]
+    single = False
+    triples: list[tuple[Any, ...]] = []
     try:
-        triples = tuple((float(a), float(b), float(c)) for a, b, c in ([values] if single else values))
+        values: list[Any] = list(given)
+        single = len(values) == 3 and all(map(is_number, values))
+        triples = [(a, b, c) for a, b, c in ([values] if single else values)]
     except (TypeError, ValueError):
-        triples = ()
-    if not triples or not all(math.isfinite(value) for triple in triples for value in triple):
-        raise UsageError(f"coefficients must be a name, an (a, b, c) or a sequence of them, all finite, not {given!r}")
-    return CoefficientSet("given", triples, "given by the caller", repeats=single)
+        pass  # not iterable, or not by threes
+    if not triples or not all(is_number(value) and math.isfinite(value) for triple in triples for value in triple):
+        raise UsageError(
+            f"coefficients must be a name, an (a, b, c) or a sequence of them, all finite, not {shown(given)}"
+        )
+    exact = tuple((float(a), float(b), float(c)) for a, b, c in triples)
+    return CoefficientSet("given", exact, "given by the caller", repeats=single)

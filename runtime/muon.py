@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from dmuon_tune import checks
 from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
@@ -77,6 +78,7 @@ class Muon(Optimizer):
         self._adamw_options = {
             "lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay,
         }
+        _check_adamw(self._adamw_options, "adamw_")
         self._adamw: AdamW | None = None
         self._planned = False
         defaults = {
@@ -84,8 +86,7 @@ class Muon(Optimizer):
             "scale": scale,
         }
         for option, patterns in (("include", include), ("exclude", exclude)):
-            if isinstance(patterns, str):
-                raise UsageError(f"{option} must be a sequence of patterns, not {patterns!r}; write [{patterns!r}]")
+            checks.strings(option, patterns, "patterns")
         groups = _groups_of(params, include, exclude) if isinstance(params, nn.Module) else params
         super().__init__(groups, defaults)
 
@@ -94,7 +95,8 @@ class Muon(Optimizer):
         if not isinstance(param_group, dict):
             raise UsageError(f"a parameter group must be a dict, not {type(param_group).__name__}")
         group = dict(param_group)
-        if not group.setdefault("use_muon", True):
+        checks.flag(f"group {len(self.param_groups)}: use_muon", group.setdefault("use_muon", True))
+        if not group["use_muon"]:
             group = {**self._adamw_options, **group}
         super().add_param_group(group)
         added = self.param_groups[-1]
@@ -151,7 +153,7 @@ class Muon(Optimizer):
             if not group["use_muon"]:
                 continue
             lr = float(group["lr"])
-            decay = 1 - lr * group["weight_decay"]
+            decay = 1 - lr * float(group["weight_decay"])
             for position, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
@@ -238,21 +240,27 @@ def _name(group: dict[str, Any], index: int, position: int) -> str:
     return f"parameter {names[position]!r}" if names else f"parameter {position} of group {index} ({shape})"
 
 
+def _check_adamw(options: dict[str, Any], where: str) -> None:
+    """UsageError for AdamW's lr, betas, eps, weight_decay; ``where`` stands in front of the option's name."""
+    for option in ("lr", "weight_decay", "eps"):
+        checks.number(where + option, options[option])
+    betas = options["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise UsageError(f"{where}betas must be two numbers in [0, 1), not {checks.shown(betas)}")
+    for place, beta in enumerate(betas):
+        checks.number(f"{where}betas[{place}]", beta, below=1.0)
+
+
 def _check_group(group: dict[str, Any], index: int) -> None:
-    for option in ("lr", "weight_decay"):
-        if not 0.0 <= float(group[option]) < math.inf:
-            raise UsageError(f"group {index}: {option} must be a finite number of at least 0, not {group[option]!r}")
+    where = f"group {index}: "
     if not group["use_muon"]:
-        betas, eps = group["betas"], group["eps"]
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise UsageError(f"group {index}: betas must be two numbers in [0, 1), not {betas!r}")
-        if not 0.0 <= eps < math.inf:
-            raise UsageError(f"group {index}: eps must be a finite number of at least 0, not {eps!r}")
+        _check_adamw(group, where)
         return
-    if not 0.0 <= group["momentum"] < 1.0:
-        raise UsageError(f"group {index}: momentum must lie in [0, 1), not {group['momentum']!r}")
-    if group["scale"] not in SCALES:
-        raise UsageError(f"group {index}: unknown scale {group['scale']!r}; choose one of {', '.join(SCALES)}")
+    for option in ("lr", "weight_decay"):
+        checks.number(where + option, group[option])
+    checks.number(f"{where}momentum", group["momentum"], below=1.0)
+    checks.flag(f"{where}nesterov", group["nesterov"])
+    checks.one_of("scale", group["scale"], SCALES, where)
     for position, p in enumerate(group["params"]):
         if not p.is_floating_point():
             raise UsageError(f"{_name(group, index, position)}: Muon needs real floating-point weights, not {p.dtype}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from threading import RLock
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmuon_tune import checks
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
@@ -57,17 +57,17 @@ class GramNewtonSchulz:
     ) -> None:
         self.coefficients = coefficient_set(coefficients)
         self.triples = self.coefficients.take(steps)
-        self.restarts = tuple(sorted({step for step in restarts if step < steps}))
-        if any(isinstance(step, bool) or not isinstance(step, int) or step < 1 for step in restarts):
-            raise UsageError(f"restarts must be steps of at least 1 (counted from 0), not {tuple(restarts)!r}")
-        if not 0.0 <= eps < math.inf:
-            raise UsageError(f"eps must be a finite number of at least 0, not {eps!r}")
-        self.eps = eps
+        self.restarts = tuple(sorted({step for step in checks.integers("restarts", restarts) if step < steps}))
+        checks.number("eps", eps)
+        checks.flag("graphs", graphs)
+        checks.instance("plan", plan, Plan)
+        checks.instance("layers", layers, Layers)
+        self.eps = float(eps)
         self.graphs = graphs
         self.dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
         if self.dtype not in (None, *DTYPES):
             raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if on_miss:
+        if on_miss not in (None, ""):
             check_policy(on_miss)
         self._layers = layers
         self._on_miss = on_miss

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import dmuon_tune
+from dmuon_tune import checks
 from dmuon_tune.backends import CompiledKernel, probe
 from dmuon_tune.cache import Layers
 from dmuon_tune.chains import Launches, last_product
@@ -144,8 +145,11 @@ def plan(
     ``heuristic``), ``build`` makes the callables (another one resolves without compiling). Raises MissingEntryError
     with policy ``error``, UsageError for an unknown policy, dtype or device.
     """
-    wanted = tuple(dict.fromkeys(groups))
-    policy = on_miss or os.environ.get(ON_MISS_VARIABLE) or "heuristic"
+    wanted = tuple(dict.fromkeys(checks.each_of("groups", groups, Group)))
+    checks.integer("steps", steps)
+    checks.integers("restarts", restarts)
+    checks.instance("layers", layers, Layers)
+    policy = (os.environ.get(ON_MISS_VARIABLE) or "heuristic") if on_miss in (None, "") else on_miss
     check_policy(policy)
     resolved_device = probe.resolve(device)
     fingerprint = probe.fingerprint(resolved_device)

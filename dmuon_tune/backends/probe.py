@@ -27,9 +27,11 @@ def resolve(device: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         parsed = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise UsageError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:<index>") from error
     if parsed.type == "cpu":
+        if parsed.index:
+            raise UsageError(f"device {device!r} asked, but all of this machine's CPUs are one device; use cpu")
         return "cpu"
     if parsed.type != "cuda":
         raise UsageError(f"device type {parsed.type!r} is not supported; use cpu or cuda")

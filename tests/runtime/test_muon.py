@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -289,12 +291,59 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
         Muon([nn.Parameter(gaussian(2, 3))], **options)
 
 
+# Of each option what isn't of its type, or is only to Python: True is no number, 1 no flag, "0.1" no float.
+WRONG_NUMBERS = ("0.1", None, True, 1j, (0.1,), torch.ones(2), math.nan, math.inf)
+WRONG_FLAGS = (1, 0, "yes", None)
+WRONG_NAMES = ("x", 3, None, ["jordan"], True)
+WRONG_INTEGERS = (2.5, "5", None, True, 0, -1, (5,))
+WRONG_TYPES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("lr", "momentum", "weight_decay", "eps"), WRONG_NUMBERS),
+    **dict.fromkeys(("adamw_lr", "adamw_eps", "adamw_weight_decay"), WRONG_NUMBERS),
+    "adamw_betas": (0.9, None, "ab", (0.9, "a"), (0.9, True), (0.9,), {0.9, 0.95}),
+    **dict.fromkeys(("nesterov", "graphs"), WRONG_FLAGS),
+    "scale": WRONG_NAMES, "on_miss": ("x", 3, True, 0, ["error"]), "steps": WRONG_INTEGERS,
+    "coefficients": ("x", 3, None, True, (1.0, 2.0), (True, 1.0, 1.0), (("1", "2", "3"),), ((1.0, 2.0, None),)),
+    "restarts": (2, "2", None, True, (2.0,), (True,), (0,), ("a",)),
+    "ns_dtype": ("float8", 16, True, torch.int8),
+    **dict.fromkeys(("include", "exclude"), ("0.weight", 3, None, (3,), True)),
+    "layers": ("cache.sqlite", 3, False),
+}
+
+
+def test_every_option_is_among_those_checked() -> None:
+    assert set(WRONG_TYPES) == set(inspect.signature(Muon).parameters) - {"params"}
+
+
+@pytest.mark.parametrize("option", WRONG_TYPES)
+def test_wrongly_typed_options_are_refused_in_one_line(option: str) -> None:
+    named = option.removeprefix("ns_") if option == "ns_dtype" else option
+    for value in WRONG_TYPES[option]:
+        with pytest.raises(UsageError) as refused:
+            Muon(network(), **{option: value})
+        text = str(refused.value)
+        assert named in text and "\n" not in text and ("not " in text or "choose" in text), (value, text)
+
+
+@pytest.mark.parametrize("value", [2, torch.tensor(0.5), np.float32(0.5)])
+def test_numbers_of_other_kinds_are_taken(value: Any) -> None:
+    model = network()
+    optimizer = Muon(model, lr=value, weight_decay=value)
+    loss_of(model).backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_use_muon_is_a_flag() -> None:
+    with pytest.raises(UsageError, match="group 0: use_muon must be True or False, not 'no'"):
+        Muon([{"params": [nn.Parameter(gaussian(2, 3))], "use_muon": "no"}])
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("lr", -1.0), ("weight_decay", -0.1), ("betas", (0.9, 1.0)), ("betas", (0.9,)), ("eps", -1e-8), ("eps", math.nan)],
 )
 def test_bad_options_of_adamw_are_refused_before_the_first_step(option: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"group 1: {option}"):
+    with pytest.raises(UsageError, match=f"adamw_{option}"):
         Muon(network(), **{f"adamw_{option}": value})
     with pytest.raises(UsageError, match=f"group 0: {option}"):
         Muon([{"params": [nn.Parameter(gaussian(3))], "use_muon": False, option: value}])

@@ -257,6 +257,13 @@ def test_empty_batch() -> None:
         ({"dtype": "float8"}, "float8"),
         ({"eps": -1e-7}, "eps"),
         ({"eps": float("inf")}, "eps"),
+        ({"eps": "a"}, "eps must be a finite number of at least 0, not 'a'"),
+        ({"steps": 2.5}, "steps must be an integer of at least 1, not 2.5"),
+        ({"restarts": 2}, "restarts must be a sequence of integers of at least 1, not 2"),
+        ({"coefficients": 3}, "not 3"),
+        ({"graphs": 1}, "graphs must be True or False, not 1"),
+        ({"plan": "qwen2.5-7b"}, "plan must be a Plan, not 'qwen2.5-7b'"),
+        ({"layers": "cache.sqlite"}, "layers must be a Layers, not 'cache.sqlite'"),
         ({"on_miss": "guess"}, "on_miss or DMUON_TUNE_ON_MISS: unknown policy 'guess'"),
     ],
 )
