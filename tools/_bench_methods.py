@@ -18,6 +18,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, groups
 from dmuon_tune.runtime import GramNewtonSchulz
+from dmuon_tune.words import counted
 
 STEPS, RESTARTS = 5, (2,)
 PEER_VERSION = "0.1.6"
@@ -120,7 +121,7 @@ def _ours(setting: Setting, layers: Layers, group: Group, device: torch.device) 
     rows = plan.rows()
     forms = ", ".join(sorted({f"{row['form']} form" for row in rows}))
     used = sorted({f"{row['kernel']} ({row['origin']})" for row in rows})
-    missing = f"; {len(plan.missing)} of {len(rows)} products untuned" if plan.missing else ""
+    missing = f"; {len(plan.missing)} of {counted(len(rows), 'product')} untuned" if plan.missing else ""
     return Calls(launching, replaying, "; ".join([f"{forms}{missing}", *plan.failures]), tuple(used))
 
 

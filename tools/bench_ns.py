@@ -17,12 +17,11 @@ import argparse
 import gc
 import json
 import math
-import multiprocessing
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -43,12 +42,13 @@ from _bench_methods import (
     recurrence,
     relative,
 )
+from _bench_processes import PREPARE_S, READY, LeftOut, Row, side_by_side
 from _bench_timing import Replay, ceiling_flops, eager, graph_of, interleaved
 
 import dmuon_tune
 from dmuon_tune.backends.probe import fingerprint, resolve
 from dmuon_tune.cache import Layers
-from dmuon_tune.cli.options import positive
+from dmuon_tune.cli.options import positive, seconds
 from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.errors import DmuonTuneError, UsageError, said
 from dmuon_tune.models.shape_text import parse as parse_shapes
@@ -78,10 +78,18 @@ def chain_flops(group: Group) -> int:
 
 
 class Bench:
-    """One shape: what each method is, how far from float64, and how long."""
+    """One shape: what each method is, how far from float64, and how long.
 
-    def __init__(self, group: Group, setting: Setting, options: argparse.Namespace) -> None:
+    ``left_out`` says of methods that must not be tried again why; ``begins`` is called with a method's key before
+    whatever of it may hang, and with none before what is no method's.
+    """
+
+    def __init__(
+        self, group: Group, setting: Setting, options: argparse.Namespace, left_out: Mapping[str, str] | None = None,
+        begins: Callable[[str], Any] = lambda key: None,
+    ) -> None:
         self.group, self.setting, self.options = group, setting, options
+        self.left_out, self.begins = left_out or {}, begins
         self.device = torch.empty(0, device=resolve("auto")).device
         self.u = make_input("gaussian", group, self.device, options.seed).bfloat16()
         self.calls: dict[str, Calls] = {}
@@ -95,6 +103,10 @@ class Bench:
         for key in self.options.methods:
             label, make = makers[key]
             self.results[key] = {"label": label}
+            if key in self.left_out:
+                self.results[key]["failed"] = self.left_out[key]
+                continue
+            self.begins(key)
             with guarded(self.results[key], "failed"):
                 calls = make(self.setting, self.group, self.device)
                 calls.captured(self.u)
@@ -102,8 +114,10 @@ class Bench:
                 self.calls[key] = calls
         if self.device.type == "cuda":
             for key, calls in self.calls.items():
+                self.begins(key)
                 with guarded(self.results[key], "eager_failed"):
                     calls.eager(self.u)
+        self.begins("")
         if self.options.errors:
             for kind in self.options.inputs:
                 with guarded(self.unchecked, kind):
@@ -115,10 +129,12 @@ class Bench:
         if self.group.m <= self.options.polar_max:
             references["polar_err"] = polar(u)
         for key, calls in self.calls.items():
+            self.begins(key)
             with guarded(self.results[key], f"{kind}_failed"):
                 out = calls.captured(u)
                 found = {name: relative(out, reference) for name, reference in references.items()}
                 self.results[key].setdefault("errors", {})[kind] = found
+        self.begins("")
 
     @torch.no_grad()
     def time(self) -> None:
@@ -238,9 +254,6 @@ def setting_of(options: argparse.Namespace) -> Setting:
     return Setting(coefficient_set(options.coefficients), dtype, (OwnLayers if options.own_only else Layers).open())
 
 
-Row = tuple[dict[str, dict[str, Any]], dict[str, str]]  # a shape's results, and its inputs without a reference
-
-
 def one_by_one(groups: list[Group], options: argparse.Namespace) -> Iterator[Row]:
     """Every shape prepared and timed in this process."""
     setting = setting_of(options)
@@ -256,53 +269,24 @@ def one_by_one(groups: list[Group], options: argparse.Namespace) -> Iterator[Row
             torch.cuda.empty_cache()
 
 
-def serve(pipe: Connection, groups: list[Group], options: argparse.Namespace) -> None:
-    """One of several processes: prepares its shapes, says so, and times one each time it is told to."""
+def serve(pipe: Connection, groups: list[Group], options: argparse.Namespace, left_out: LeftOut) -> None:
+    """One of several processes: prepares its shapes, saying what it begins, and times one each time it is told to."""
     torch._dynamo.config.recompile_limit = 16 * len(groups)
     setting = setting_of(options)
-    benches = [Bench(group, setting, options) for group in groups]
+    benches = [
+        Bench(group, setting, options, left_out.get(index), lambda key, index=index: pipe.send((index, key)))
+        for index, group in enumerate(groups)
+    ]
     for bench in benches:
         bench.prepare()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    pipe.send("ready")
+    pipe.send(READY)
     for bench in benches:
         pipe.recv()
         bench.time()
         pipe.send((bench.results, bench.unchecked))
-
-
-def side_by_side(groups: list[Group], options: argparse.Namespace) -> Iterator[Row]:
-    """Shapes prepared in several processes at once, then timed one after another with the device to themselves."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    context = multiprocessing.get_context("spawn")
-    workers = []
-    for turn in range(options.workers):
-        here, there = context.Pipe()
-        process = context.Process(target=serve, args=(there, groups[turn :: options.workers], options), daemon=True)
-        process.start()
-        there.close()
-        workers.append((process, here))
-    lost: dict[int, str] = {}
-    for turn, (process, pipe) in enumerate(workers):
-        try:
-            pipe.recv()
-        except (EOFError, OSError):
-            process.join()
-            lost[turn] = f"the process that prepared it ended with exit code {process.exitcode}"
-    for index in range(len(groups)):
-        turn = index % options.workers
-        try:
-            if turn in lost:
-                raise EOFError
-            workers[turn][1].send("time")
-            yield workers[turn][1].recv()
-        except (EOFError, OSError):
-            reason = lost.setdefault(turn, "the process that timed it ended")
-            yield {key: {"label": methods("cuBLAS")[key][0], "failed": reason} for key in options.methods}, {}
-    for process, _ in workers:
-        process.join()
 
 
 def run(options: argparse.Namespace) -> int:
@@ -320,7 +304,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"ceiling: {ceiling / 1e12:.1f} TFLOP/s")
     print(COLUMNS.format(*HEADER), flush=True)
     rows: list[dict[str, Any]] = []
-    measured = (side_by_side if options.workers > 1 else one_by_one)(groups, options)
+    measured = side_by_side(groups, options, serve) if options.workers > 1 else one_by_one(groups, options)
     for group, (results, unchecked) in zip(groups, measured, strict=True):
         limit_us = chain_flops(group) / ceiling * 1e6
         print_rows(group, results, limit_us)
@@ -375,6 +359,8 @@ def main() -> int:
     parser.add_argument("--coefficients", default="you", help="coefficient set (default: you)")
     parser.add_argument("--workers", type=positive, metavar="N", help="processes that compile and check shapes "
                         f"ahead of the timing (default: {WORKERS} on a GPU, 1 on a CPU)")
+    parser.add_argument("--prepare-timeout", type=seconds, default=PREPARE_S, metavar="TIME", help="a method that one "
+                        f"of several processes takes longer to prepare has failed (default: {PREPARE_S:.0f}s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure here")
     try:

@@ -108,6 +108,30 @@ def test_shapes_prepared_in_processes_give_the_same_rows(
         assert row["methods"]["plain"]["errors"]["gaussian"]["recurrence_err"] < 0.01
 
 
+STUCK = {"hangs": ("import time; time.sleep(3600)", "still not prepared after 10 s"),
+         "kills": ("import os; os._exit(7)", "its process ended with exit code 7")}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's run")
+@pytest.mark.parametrize("how", STUCK)
+def test_a_method_that_hangs_or_kills_its_process_fails_alone(
+    tools: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Another project's package does so as it is imported, in one of two processes."""
+    source, reason = STUCK[how]
+    (tmp_path / "dion").mkdir()
+    (tmp_path / "dion" / "__init__.py").touch()
+    (tmp_path / "dion" / "newton_schulz_triton.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))  # a spawned process gets the path of this one
+    out = tmp_path / "out.json"
+    arguments = ("--shapes", "8x16,4x4", "--methods", "dion,plain", "--workers", "2", "--no-errors")
+    assert run(tools, monkeypatch, *arguments, "--prepare-timeout", "10s", "--json", str(out)) == 0
+    printed = capsys.readouterr().out
+    for row in json.loads(out.read_text())["rows"]:
+        assert row["methods"]["dion"]["failed"] == reason and row["methods"]["plain"]["median_us"] > 0, printed
+    assert printed.count(reason) == 2
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
