@@ -1,21 +1,16 @@
-"""Checks of the options a caller gives: UsageError names the option, what it must be, and what was given, in one line."""
+"""Checks of a caller's options: UsageError names the option, what it must be, and what was given, in one line."""
 
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Iterable
 from numbers import Real
 from typing import Any, TypeVar
 
 from .errors import UsageError
+from .words import shown
 
 T = TypeVar("T")
-
-
-def shown(value: object) -> str:
-    """A value as a message shows it: short, in one line."""
-    return " ".join(reprlib.repr(value).split())
 
 
 def is_number(value: Any) -> bool:

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import integer, is_number, shown
+from .checks import integer, is_number
 from .errors import UsageError
+from .words import counted, shown
 
 Triple = tuple[float, float, float]
 
@@ -30,7 +31,8 @@ class CoefficientSet:
         """The first ``steps`` triples; UsageError where the set has fewer and does not repeat its last."""
         integer("steps", steps)
         if steps > len(self.triples) and not self.repeats:
-            raise UsageError(f"coefficients {self.name!r} are made for {len(self.triples)} steps, not {steps}")
+            made_for = counted(len(self.triples), "step")
+            raise UsageError(f"coefficients {self.name!r} are made for {made_for}, not {steps}")
         return (self.triples + self.triples[-1:] * steps)[:steps]
 
 

@@ -19,6 +19,7 @@ from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
 from dmuon_tune.matrices import select, unmatched
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group
+from dmuon_tune.words import shown
 
 from .execution import Momentum
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
@@ -246,7 +247,7 @@ def _check_adamw(options: dict[str, Any], where: str) -> None:
         checks.number(where + option, options[option])
     betas = options["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise UsageError(f"{where}betas must be two numbers in [0, 1), not {checks.shown(betas)}")
+        raise UsageError(f"{where}betas must be two numbers in [0, 1), not {shown(betas)}")
     for place, beta in enumerate(betas):
         checks.number(f"{where}betas[{place}]", beta, below=1.0)
 

@@ -18,6 +18,7 @@ from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, default_dtype
 from dmuon_tune.recipe import groups as cut
+from dmuon_tune.words import counted
 
 from .ends import Ends, resolve_ends
 from .execution import GroupChain, Momentum
@@ -181,9 +182,10 @@ class GramNewtonSchulz:
         for group, planned in given.groups.items():
             recipe = planned.recipe
             if (recipe.steps, recipe.restarts) != (self.steps, self.restarts) or self.dtype not in (None, recipe.dtype):
+                has, needs = counted(recipe.steps, "step"), counted(self.steps, "step")
                 raise UsageError(
-                    f"the plan was made for {recipe.steps} steps, restarts {recipe.restarts}, {recipe.dtype}; "
-                    f"this needs {self.steps} steps, restarts {self.restarts}, {self.dtype or 'the default dtype'}"
+                    f"the plan was made for {has}, restarts {recipe.restarts}, {recipe.dtype}; "
+                    f"this needs {needs}, restarts {self.restarts}, {self.dtype or 'the default dtype'}"
                 )
             self._planned[device, group] = planned
 

@@ -26,6 +26,7 @@ from dmuon_tune.errors import DmuonTuneError, MissingEntryError, UsageError
 from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.problem import DTYPES, Problem
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Form, Group, Recipe, chain, default_dtype
+from dmuon_tune.words import counted
 
 from .resolve import Binding, Resolver
 
@@ -271,7 +272,8 @@ def _report(resolver: Resolver, policy: str, command: str) -> None:
     report_failures(resolver)
     if not resolver.missing:
         return
-    what = f"{len(resolver.missing)} of {len(resolver.bound)} products have no tuned kernel on {resolver.device.name}"
+    count = f"{len(resolver.missing)} of {counted(len(resolver.bound), 'product')}"
+    what = f"no tuned kernel on {resolver.device.name} for {count}"
     if policy == "error":
         raise MissingEntryError(f"{what} ({resolver.missing[0].label()}, ...); run: {command}")
     used = ", ".join(sorted({resolver.bound[problem].origin for problem in resolver.missing}))

@@ -12,6 +12,7 @@ import torch
 
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
+from dmuon_tune.words import counted
 
 
 @cache
@@ -38,7 +39,7 @@ def resolve(device: str) -> str:
     if not torch.cuda.is_available():
         raise UsageError(f"device {device!r} asked, but torch sees no GPU; use --device cpu or ask 'dmuon-tune doctor'")
     if (parsed.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device {device!r} asked, but torch sees {torch.cuda.device_count()} GPU(s)")
+        raise UsageError(f"device {device!r} asked, but torch sees {counted(torch.cuda.device_count(), 'GPU')}")
     return device
 
 

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import MissingEntryError
+from dmuon_tune.words import counted
 
 from . import caches, options, workload
 from .output import config_text, microseconds, print_json, say, table
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if code := caches.exit_code(described):
         return code
     if resolved.missing and (args.require or policy == "error"):
-        raise MissingEntryError(f"{len(resolved.missing)} products have no tuned entry; run: {resolved.command}")
+        count = counted(len(resolved.missing), "product")
+        raise MissingEntryError(f"no tuned entry for {count}; run: {resolved.command}")
     return 0
 
 

@@ -7,6 +7,8 @@ import re
 from collections import defaultdict
 from typing import Any
 
+from dmuon_tune.words import counted
+
 from . import options, workload
 from .output import note, print_json, say, table
 
@@ -26,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     selection = found.selection
     note(
-        f"{found.label}: {len(selection.shapes())} matrices in {len(selection.counts())} shapes, "
-        f"{len(selection.left_out)} parameters left out"
+        f"{found.label}: {counted(len(selection.shapes()), 'matrix', 'matrices')} in "
+        f"{counted(len(selection.counts()), 'shape')}, {counted(len(selection.left_out), 'parameter')} left out"
     )
     say(table(["rows", "cols", "count", "parameters"], _matrix_rows(found)))
     if selection.left_out:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, NoLegalConfigError, UsageError
+from dmuon_tune.words import counted
 
 from . import options, workload
 from .caches import entry_fields, statuses_text
@@ -128,16 +129,16 @@ def _unserved(report: TuneReport, names: Iterable[str]) -> list[tuple[str, str]]
 
 def _conclude(report: TuneReport, where: str) -> int:
     if report.measured:
-        note(f"{report.measured} results measured, {report.reused} reused; kept in {where}")
+        note(f"{counted(report.measured, 'result')} measured, {report.reused} reused; kept in {where}")
     elif report.complete:
-        note(f"nothing to tune: {report.reused} results are in the cache {where}")
+        note(f"nothing to tune: the cache {where} has {counted(report.reused, 'result')}")
     if not report.complete:
         before = "every problem had its trials" if report.measured else "anything was measured"
         note(f"the budget ended before {before}; run the same command again to go on, or with a larger --budget")
     _conclude_chains(report)
     failures = sum(count for problem in report.problems for name, count in problem.statuses.items() if name != "ok")
     if failures:
-        note(f"{failures} configurations failed; 'dmuon-tune show --failures' says why")
+        note(f"{counted(failures, 'configuration')} failed; 'dmuon-tune show --failures' says why")
     failed = [problem for problem in report.problems if problem.winner is None]
     untried = [] if report.complete else [problem for problem in failed if not any(problem.statuses.values())]
     for problem in failed:
@@ -145,22 +146,23 @@ def _conclude(report: TuneReport, where: str) -> int:
             tried = statuses_text(problem.statuses) or "none tried"
             warn(f"{problem.problem.label()}: no configuration works ({tried})")
     if untried:
-        note(f"{len(untried)} of {len(report.problems)} problems have no result yet")
+        note(f"no result yet for {len(untried)} of {counted(len(report.problems), 'problem')}")
     return 1 if failed and report.complete else 0
 
 
 def _conclude_chains(report: TuneReport) -> None:
     chains = report.chains
     if chains.timed:
-        note(f"{chains.timed} whole chains timed, {chains.reused} reused; 'dmuon-tune show --chains' lists them")
+        timed = counted(chains.timed, "whole chain")
+        note(f"{timed} timed, {chains.reused} reused; 'dmuon-tune show --chains' lists them")
     if chains.unfinished:
         estimated = sum(not recipe.timed for recipe in report.recipes)
         note(
-            f"the budget ended before the chains of {chains.unfinished} groups were all timed ({estimated} recipes are "
-            f"estimates); run the same command again to go on, or with a larger --budget"
+            f"the budget ended before the chains of {counted(chains.unfinished, 'group')} were all timed (estimates: "
+            f"{counted(estimated, 'recipe')}); run the same command again to go on, or with a larger --budget"
         )
     if chains.failed:
-        note(f"{chains.failed} whole chains failed; 'dmuon-tune show --failures' says why")
+        note(f"{counted(chains.failed, 'whole chain')} failed; 'dmuon-tune show --failures' says why")
 
 
 def _library_us(problem: ProblemReport) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dmuon_tune import recipe
 from dmuon_tune.errors import UsageError
 from dmuon_tune.matrices import Matrix, Selection, select, unmatched
+from dmuon_tune.words import counted
 
 from .output import warn
 
@@ -50,7 +51,8 @@ def _of_model(args: argparse.Namespace) -> Workload:
     for pattern in unmatched([*args.include, *args.exclude], (name for name, _ in found.parameters)):
         warn(f"pattern {pattern!r} matches no parameter of {found.label}")
     if not selection.matrices:
-        raise UsageError(f"{found.label}: no hidden matrix among {len(found.parameters)} parameters; see --include")
+        count = counted(len(found.parameters), "parameter")
+        raise UsageError(f"{found.label}: no hidden matrix among {count}; see --include")
     # In a fixed order, so that every source of one model's shapes gives the same groups in the same order.
     shapes = sorted(selection.shapes(), key=lambda shape: (shape[0] * shape[1], shape))
     return Workload(found.label, selection, tuple(dict.fromkeys(recipe.groups(shapes))))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dmuon_tune.problem import Problem
 from dmuon_tune.spec import OpSpec
+from dmuon_tune.words import counted
 
 GUARD_ELEMENTS = 4096  # NaNs kept on both sides of an output, where an out-of-range store would show
 CHUNK_ELEMENTS = 2**26  # tensor elements checked at once: half a GiB in float64
@@ -151,7 +152,7 @@ def _compare(op: OpSpec, problem: Problem, out: Tensor, reference: Tensor, start
     """The error of one chunk, which begins at matrix ``start`` of the batch."""
     if not bool(out.isfinite().all()):
         missing = int((~out.isfinite()).sum())
-        return Verdict(f"{missing} of {out.numel()} output elements are not finite or were not written", None)
+        return Verdict(f"not finite or not written: {missing} of {counted(out.numel(), 'output element')}", None)
     allowed = op.tolerance or tolerance(problem)
     rms = reference.square().mean((-2, -1), keepdim=True).sqrt()
     scale = (reference.abs() + rms).clamp_min(torch.finfo(torch.float64).tiny)

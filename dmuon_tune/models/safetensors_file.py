@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon_tune.errors import UsageError
+from dmuon_tune.words import counted
 
 from . import MAX_ELEMENTS, ModelShapes, NamedShapes, json_text
 from .huggingface import read_json
@@ -62,18 +63,18 @@ def _header(path: Path) -> NamedShapes:
         with path.open("rb") as file:
             start = file.read(8)
             if len(start) < 8:
-                raise UsageError(f"{path}: truncated: {len(start)} bytes, a safetensors file begins with 8")
+                raise UsageError(f"{path}: truncated: {counted(len(start), 'byte')}, a safetensors file begins with 8")
             (size,) = struct.unpack("<Q", start)
             if size > MAX_HEADER_BYTES:
                 raise UsageError(
-                    f"{path}: header of {size} bytes is over the format's limit of {MAX_HEADER_BYTES}; "
+                    f"{path}: header of {counted(size, 'byte')} is over the format's limit of {MAX_HEADER_BYTES}; "
                     "not a safetensors file"
                 )
             text = file.read(size)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     if len(text) < size:
-        raise UsageError(f"{path}: truncated: header of {size} bytes, {len(text)} there; download it again")
+        raise UsageError(f"{path}: truncated: header of {counted(size, 'byte')}, {len(text)} there; download it again")
     header = json_text.parse(text, f"{path}: not a safetensors file: header")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):

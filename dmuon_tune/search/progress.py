@@ -15,6 +15,7 @@ from rich.table import Column
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
+from dmuon_tune.words import counted
 
 PLAIN_INTERVAL_S = 10.0
 
@@ -221,11 +222,11 @@ def _waiting(count: int, hosts: Sequence[str]) -> str:
 
 
 def _chains_of(groups: int) -> str:
-    return f"the chains of {groups} group{'s' * (groups != 1)}"
+    return f"the chains of {counted(groups, 'group')}"
 
 
 def _chain_outcome(recipe: Recipe, measurement: Measurement, best_us: float | None) -> str:
-    pieces = "" if recipe.chunk is None else f" in {len(recipe.pieces)} pieces"
+    pieces = "" if recipe.chunk is None else f" in {counted(len(recipe.pieces), 'piece')}"
     return f"{recipe.group.label()}: {recipe.form} chain{pieces} {_result(measurement, best_us)}"
 
 

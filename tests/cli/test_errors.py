@@ -50,6 +50,7 @@ def spawn(*command: str) -> subprocess.CompletedProcess[str]:
         (("tune", "--preset", "tiny", "--trials", "0"), 2, "'0' is not a positive integer"),
         (("tune", "--preset", "tiny", "--backends", "mojo"), 2, "unknown backend 'mojo'; choose among"),
         (("tune", "--preset", "tiny", "--device", "tpu", "--dry-run"), 2, "unknown device 'tpu'"),
+        (("tune", "--preset", "tiny", "--device", "cpu:1", "--dry-run"), 2, "device 'cpu:1' asked"),
         (("cache",), 2, "required: ACTION"),
         (("cache", "list", "--cache", "nowhere.sqlite"), 4, "nowhere.sqlite"),
     ],
@@ -137,7 +138,7 @@ def test_explain_obeys_the_policy_for_a_miss(
     result = run("explain", "--shapes", "2x8x24", "--device", "cpu")
     assert result.code == code
     assert ("DMUON_TUNE_ON_MISS: unknown policy 'zzz'" in result.err) == (code == 2)
-    assert ("have no tuned entry; run: dmuon-tune tune --shapes 2x8x24" in result.err) == (code == 3)
+    assert ("no tuned entry for 3 products; run: dmuon-tune tune --shapes 2x8x24" in result.err) == (code == 3)
     assert not own_cache.exists()
 
 

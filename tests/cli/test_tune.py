@@ -69,7 +69,7 @@ def test_winners_have_measured_times_and_a_second_run_tunes_nothing(run: Run, tu
 
     again = tune(run)
     assert again.code == 0
-    assert f"nothing to tune: {first['measured']} results are in the cache" in again.err
+    assert f"has {first['measured']} results" in again.err
     assert "gram 2x8x8x24 float32 row" in again.out and "gram.library" in again.out
 
 
@@ -224,7 +224,8 @@ def test_a_corrupt_user_cache_is_set_aside_with_one_line(run: Run, own_cache: Pa
 def test_a_budget_that_ends_at_once_is_said_as_that(run: Run) -> None:
     result = tune(run, "--budget", "0.001s")
     assert result.code == 0
-    assert "the budget ended before anything was measured" in result.err and "3 of 3 problems have no" in result.err
+    assert "the budget ended before anything was measured" in result.err
+    assert "no result yet for 3 of 3 problems" in result.err
     assert "nothing to tune" not in result.err and "no configuration works" not in result.err
 
 

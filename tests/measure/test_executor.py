@@ -18,7 +18,7 @@ from dmuon_tune.problem import Problem
 PROBLEM = Problem("gram", 3, 33, 33, 70, "float32", "float32")
 EXPECTED = {  # status and a part of the log
     "compile": ("compile_error", "written to fd 2"),
-    "silent": ("wrong_result", "not finite or were not written"),
+    "silent": ("wrong_result", "not finite or not written"),
     "nan": ("wrong_result", "1 of 3267 output elements are not finite"),
     "values": ("wrong_result", "at (2, 0, 1)"),
     "asymmetric": ("wrong_result", "asymmetric"),

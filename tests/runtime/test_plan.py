@@ -103,6 +103,24 @@ def test_nearest_takes_the_closest_shape_of_the_same_code(cache_file: Path) -> N
     assert {row["origin"] for row in tall if row["problem"].startswith(("gram", "apply"))} == {"library"}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"groups": ["1x16x64"]}, "groups must be a sequence of Group, not ['1x16x64']"),
+        ({"groups": 3}, "groups must be a sequence of Group, not 3"),
+        ({"steps": 2.5}, "steps must be an integer of at least 1, not 2.5"),
+        ({"restarts": 2}, "restarts must be a sequence of integers of at least 1, not 2"),
+        ({"layers": "cache.sqlite"}, "layers must be a Layers, not 'cache.sqlite'"),
+        ({"device": "cpu:1"}, "device 'cpu:1' asked, but all of this machine's CPUs are one device; use cpu"),
+        ({"device": ["cpu"]}, "unknown device ['cpu']; use auto, cpu, cuda or cuda:<index>"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        plan(**{"groups": [GROUP], "device": "cpu", **options})
+    assert str(refused.value) == said
+
+
 def test_policy_and_dtype_are_checked() -> None:
     with pytest.raises(UsageError, match="heuristic, nearest, tune, error"):
         plan([GROUP], "cpu", on_miss="guess")
