@@ -19,7 +19,7 @@ PROBLEM = Problem("gram", 3, 33, 33, 70, "float32", "float32")
 EXPECTED = {  # status and a part of the log
     "compile": ("compile_error", "written to fd 2"),
     "silent": ("wrong_result", "not finite or not written"),
-    "nan": ("wrong_result", "1 of 3267 output elements are not finite"),
+    "nan": ("wrong_result", "not finite or not written: 1 of 3267 output elements"),
     "values": ("wrong_result", "at (2, 0, 1)"),
     "asymmetric": ("wrong_result", "asymmetric"),
     "scalar": ("wrong_result", "relative error"),
