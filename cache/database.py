@@ -54,7 +54,7 @@ def locate(path_or_url: str | Path) -> Path | URL | None:
     except (ArgumentError, ValueError):
         raise UsageError(f"the cache's URL is malformed; {URL_ADVICE}") from None  # its parts may be a password's
     if "@" in (url.host or "") + (url.database or ""):
-        raise UsageError(f"the cache's URL has an unquoted '/', ':' or '@' in its password; {URL_ADVICE}")
+        raise UsageError(f"the cache's URL has an unquoted '@' in its password; {URL_ADVICE}")
     if url.get_backend_name() == "postgresql":
         return url.set(drivername=DRIVER) if url.drivername == "postgresql" else url
     if url.get_backend_name() != "sqlite":
