@@ -27,6 +27,10 @@ RETRY_EVERY_S = 0.02
 URL_ADVICE = "write postgresql+psycopg://user:password@host/name, special characters of the password as %XX"
 DRIVER = "postgresql+psycopg"
 CONNECTION = {"keepalives_idle": 10, "tcp_user_timeout": 30000}  # libpq: s, ms until a silent server counts as gone
+SESSION = {  # s, s, count, ms until the server ends what a dead machine or a suspended process has begun
+    "tcp_keepalives_idle": 3, "tcp_keepalives_interval": 1, "tcp_keepalives_count": 3,
+    "idle_in_transaction_session_timeout": 60000,
+}
 LEAST_CONNECT_S = 2  # libpq takes no less
 SIDE_FILES = ("-wal", "-shm", "-journal")
 
@@ -106,12 +110,12 @@ def _open_server(url: URL, read_only: bool, timeout_s: float) -> Engine:
     except (ImportError, NoSuchModuleError) as error:
         raise CacheError(f"no driver for {describe(url)}: {error}; install dmuon-tune[postgres]") from error
 
+    settings = {**SESSION, "lock_timeout": max(1, round(1000 * timeout_s))}
+
     def limit(raw: Any, record: object) -> None:
         autocommit, raw.autocommit = raw.autocommit, True
-        wait_ms = max(1, round(1000 * timeout_s))
         with raw.cursor() as cursor:
-            cursor.execute(f"SET lock_timeout = {wait_ms}")
-            cursor.execute(f"SET idle_in_transaction_session_timeout = {max(1000, wait_ms // 2)}")  # its machine died
+            cursor.execute("; ".join(f"SET {name} = {value}" for name, value in settings.items()))
         raw.autocommit = autocommit
 
     event.listen(engine, "connect", limit)

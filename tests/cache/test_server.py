@@ -145,6 +145,17 @@ def test_processes_may_create_and_record_at_once(url: str, key: TuningKey, ok: O
         assert entry is not None and entry.config == {"by": "both"} and entry.measurement.median_us == 1.0
 
 
+def test_a_server_that_restarts_is_found_again(url: str, postgres_server: Any, key: TuningKey, ok: Ok) -> None:
+    with Store.open(url) as store:
+        store.record(key, {"block": 0}, ok(2.0), {})
+        postgres_server.stop()
+        with pytest.raises(CacheError, match="cannot be reached.*what was measured is kept"):
+            store.record(key, {"block": 1}, ok(1.0), {})
+        postgres_server.start()
+        store.record(key, {"block": 1}, ok(1.0), {})
+        assert len(store.trials(key)) == 2
+
+
 def columns(engine: Engine) -> dict[str, Any]:
     inspector = inspect(engine)
     return {
