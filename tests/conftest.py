@@ -71,8 +71,11 @@ class Server:
             subprocess.run([programs / "postgres", "--version"], check=True, capture_output=True, **self._as)
             return programs
         except (PermissionError, FileNotFoundError):
-            shutil.copytree(programs.parent, self._folder / "programs")
-            return self._folder / "programs" / programs.name
+            package = programs.parents[1]
+            for folder in (programs.parent, package.with_name(f"{package.name}.libs")):  # the wheel's two, as they lie
+                if folder.exists():
+                    shutil.copytree(folder, self._folder / "copy" / folder.relative_to(package.parent))
+            return self._folder / "copy" / programs.relative_to(package.parent)
 
     def _run(self, program: str, *arguments: str) -> None:
         done = subprocess.run(
