@@ -48,7 +48,7 @@ $(VENV)/.installed-demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	@echo "== install into $(VENV)"
 	$(INSTALL_TORCH)
-	$(PIP) --editable '.[tilelang,cutedsl,triton,dev]'
+	$(PIP) --editable '.[tilelang,cutedsl,triton,report,dev]'
 	@touch $@
 
 $(VENV)/bin/python:

@@ -17,7 +17,7 @@ L0 = (
 )
 L1 = ("kernel_specs", "cache", "backends", "models")
 L2 = ("measure", "chains")
-L3 = ("search", "runtime")
+L3 = ("search", "runtime", "report")
 L4 = ("cli", "__main__")
 MAY_IMPORT = {
     **{unit: set(L0) for unit in L0},

@@ -120,7 +120,7 @@ def _entries(problem: Problem, device: DeviceFingerprint, found: list[caches.Ope
     rows = []
     for cache in found:
         for entry in cache.store.entries(problem):
-            stale, median_us = staleness(entry, device), entry.measurement.median_us
+            stale, median_us = staleness(entry.key, device), entry.measurement.median_us
             verdict = stale or "not the winner"
             rows.append(_row(problem, entry.key.kernel, cache.label, entry.config, median_us, not stale, verdict))
     return rows
