@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 CHOICES = "choices"
@@ -34,15 +35,17 @@ def size(config_type: type) -> int:
     return count
 
 
-def enumerate_space(config_type: type) -> Iterator[Any]:
+@lru_cache(64)
+def enumerate_space(config_type: type) -> tuple[Any, ...]:
     """Every configuration of the space, in a fixed order."""
     names = axes(config_type)
-    for values in itertools.product(*names.values()):
-        yield config_type(**dict(zip(names, values, strict=True)))
+    return tuple(
+        config_type(**dict(zip(names, values, strict=True))) for values in itertools.product(*names.values())
+    )
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 def config_json(config: Any) -> str:

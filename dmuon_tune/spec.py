@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from . import space
@@ -129,7 +131,14 @@ def _code_of(module: str) -> str:
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:
         raise ModuleNotFoundError(f"kernel source {module} not found")
-    with open(found.origin, encoding="utf-8") as file:
+    written = os.stat(found.origin)
+    return _code_in(found.origin, written.st_mtime_ns, written.st_size)
+
+
+@cache
+def _code_in(path: str, modified_ns: int, size: int) -> str:
+    """A file's code, read once for each version of it: a plan asks for every kernel of every problem."""
+    with open(path, encoding="utf-8") as file:
         tree = ast.parse(file.read())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

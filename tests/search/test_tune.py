@@ -282,6 +282,14 @@ def test_on_a_gpu_the_small_form_competes(tmp_path: Path) -> None:
         assert report.chains.failed == 0, [trial.measurement.log for trial in store.chain_trials()]
         (recipe,) = report.recipes
         assert recipe.timed and [batch for batch, _ in recipe.batch_costs] == [1, 2]
+        at_ends = {
+            (each.problem.op, each.problem.epilogue): each
+            for each in report.problems
+            if "bfloat16" in (each.problem.dtype, each.problem.out_dtype)
+        }
+        assert {("momentum", "n"), ("apply", "none"), ("polar_small", "s5r2")} <= at_ends.keys()
+        assert all(each.statuses == {"ok": 1} for each in at_ends.values())
+        assert all(first_launch(each.group, "float16") in {p.problem for p in each.picks} for each in events.chains)
 
 
 TUNE_SLOWLY = """
