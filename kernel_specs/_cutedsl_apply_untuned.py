@@ -10,12 +10,13 @@ from dmuon_tune.problem import Problem
 
 from ._cutedsl_apply_space import TILE_K, ApplyConfig, illegality, result_shape
 
-# tile_m, tile_n, stages, schedule, and the share of peak that its products reach, relative to the first. With
-# EPILOGUE_K these rank 37 timings of nine shapes right but for near ties (H200, 2026-11-29).
+# tile_m, tile_n, stages, schedule, and the share of peak that its products reach, relative to the first. Fitted to 143
+# timings of 32 products (H200, 2026-11-29 and 30): the choice's time over the best measured one's is 1.010 in the
+# geometric mean, 1.11 at worst (1.017 with 0.97 for the third).
 _UNTUNED = (
     (128, 256, 4, "cooperative", 1.0),
     (128, 192, 4, "pingpong", 1.0),
-    (128, 128, 6, "pingpong", 0.97),
+    (128, 128, 6, "pingpong", 0.91),
     (128, 64, 8, "cooperative", 0.85),
     (64, 64, 8, "pingpong", 0.6),
 )
