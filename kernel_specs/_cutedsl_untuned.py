@@ -10,10 +10,10 @@ from dmuon_tune.problem import Problem
 
 from ._cutedsl_space import SymmetricConfig, illegality, rounds_of, tile_count
 
-# A configuration; the share of peak that its products of two operands reach, and of one by itself (gram); what storing a
-# tile costs beside them in columns of k. Fitted to 213 timings of 49 products (H200, 2026-11-29 and 30; of 8192 also warm,
-# in turn, on a throttled card). The choice's time over the best measured one's is 1.006 in the geometric mean of the 45
-# products where it was measured (with one speed a configuration and no clusters it was 1.073).
+# A configuration; the share of peak that its products of two operands reach, and of one by itself (gram); what storing
+# a tile costs beside them in columns of k. Fitted to 213 timings of 49 products (H200, 2026-11-29 and 30; of 8192 also
+# warm, in turn, on a throttled card). The choice's time over the best measured one's is 1.006 in the geometric mean of
+# the 45 products where it was measured (with one speed a configuration and no clusters it was 1.073).
 _UNTUNED = (
     (SymmetricConfig(128, 256, 64, 3), 1.0, 0.9, 450),
     (SymmetricConfig(128, 256, 64, 3, split=2), 1.0, 1.03, 450),
