@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.recipe import pieces
+from dmuon_tune.words import counted
 
 from .data import DeviceReport, Product
 from .roofline import ceilings
@@ -150,7 +151,8 @@ def _speedups(products: Sequence[Product]) -> Iterable[Plot]:
         figure.legend(loc="outside upper right", ncols=2)
         mean = times(geometric_mean(product.over_library for product in part))
         title = "Winners' speed-up" + (f", part {number} of {len(sizes)}" if len(sizes) > 1 else "")
-        alt = f"Bars for {len(part)} problems, {mean} the library in the geometric mean; the table has every value."
+        bars = counted(len(part), "problem")
+        alt = f"Bars for {bars}, {mean} the library in the geometric mean; the table has every value."
         yield Plot("speedup", str(number), title, alt, figure)
 
 
@@ -193,7 +195,7 @@ def _progress(product: Product, rivals: Sequence[str]) -> Plot:
         figure.legend(loc="outside lower center", ncols=3, columnspacing=1.2, handlelength=2.6)
     best = ", ".join(f"{kernel} {microseconds(line[-1][1])} µs" for kernel, line in sorted(steps.items()))
     title = f"{product.problem.label()} ({product.layer})"
-    alt = f"{count} configurations measured, {len(failed)} failed. Best by kernel: {best or 'none'}."
+    alt = f"{counted(count, 'configuration')} measured, {len(failed)} failed. Best by kernel: {best or 'none'}."
     return Plot("progress", title, title, alt, figure)
 
 
@@ -283,5 +285,6 @@ def _batch_costs(report: DeviceReport) -> Iterable[Plot]:
     axes.set_xlabel("matrices in the batch")
     axes.set_ylabel("µs a matrix, whole chain")
     figure.legend(loc="outside right upper")
-    alt = f"Microseconds a matrix against the batch size of {len(priced)} recipes; the recipes' table has every value."
+    lines = counted(len(priced), "recipe")
+    alt = f"Microseconds a matrix against the batch size of {lines}; the recipes' table has every value."
     yield Plot("batch-cost", "", "Cost a matrix by batch size", alt, figure)

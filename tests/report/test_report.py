@@ -146,7 +146,7 @@ def test_every_plot_says_in_words_what_it_shows(filled: Filled) -> None:
     drawings = [value for tag, name, value in tags.attributes if (tag, name) == ("div", "aria-label")]
     named = [label for label in drawings if re.match("Winners' speed-up|Roofline|Cost a matrix|gram|gemm|apply", label)]
     assert len(named) == tags.tags.count("svg") == 6
-    assert any("1 configurations measured, 0 failed. Best by kernel: gram.library 20 µs." in label for label in named)
+    assert any("1 configuration measured, 0 failed. Best by kernel: gram.library 20 µs." in label for label in named)
 
 
 def test_each_plot_is_a_png_too(filled: Filled) -> None:
