@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -82,3 +83,17 @@ class Problem:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Problem:
         return cls(**fields)
+
+
+def same_code(problem: Problem, other: Problem) -> bool:
+    """Whether two problems differ in their extents alone."""
+    return all(
+        getattr(problem, name) == getattr(other, name) for name in ("op", "dtype", "out_dtype", "layout", "epilogue")
+    )
+
+
+def distance(problem: Problem, other: Problem) -> float:
+    """Sum of the axes' ratios in octaves."""
+    return sum(
+        abs(math.log2(getattr(problem, axis) / getattr(other, axis))) for axis in ("batch", "m", "n", "k")
+    )

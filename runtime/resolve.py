@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.kernel_specs import kernels, ops
 from dmuon_tune.measure.build import compile_kernel, tuning_key
 from dmuon_tune.measure.winners import contenders, library_kernel, winner
-from dmuon_tune.problem import Problem
+from dmuon_tune.problem import Problem, distance, same_code
 from dmuon_tune.recipe import Pick
 from dmuon_tune.spec import KernelSpec
 
@@ -211,9 +210,9 @@ class Resolver:
             self._every_entry = self.layers.entries(None, None)
         for _, label, entry in sorted(
             (
-                (_distance(problem, entry.key.problem), label, entry)
+                (distance(problem, entry.key.problem), label, entry)
                 for label, entry in self._every_entry
-                if entry.key.device.arch == self.device.arch and _same_code(problem, entry.key.problem)
+                if entry.key.device.arch == self.device.arch and same_code(problem, entry.key.problem)
             ),
             key=lambda found: (found[0], found[2].measurement.median_us),
         ):
@@ -255,16 +254,3 @@ class Resolver:
 def _binding(problem: Problem, choice: _Choice, launch: Callable[..., Any]) -> Binding:
     config = MappingProxyType(space.config_to_dict(choice.config))
     return Binding(problem, choice.origin, choice.layer, choice.spec.name, config, choice.median_us, launch)
-
-
-def _same_code(problem: Problem, other: Problem) -> bool:
-    return all(
-        getattr(problem, name) == getattr(other, name) for name in ("op", "dtype", "out_dtype", "layout", "epilogue")
-    )
-
-
-def _distance(problem: Problem, other: Problem) -> float:
-    """Sum of the axes' ratios in octaves."""
-    return sum(
-        abs(math.log2(getattr(problem, axis) / getattr(other, axis))) for axis in ("batch", "m", "n", "k")
-    )

@@ -8,6 +8,7 @@ import re
 from dmuon_tune.problem import DTYPES
 
 DTYPE_NAMES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+ALL_TRIALS = 10**9  # more than any kernels' spaces together
 _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -88,6 +89,11 @@ def positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def trials(text: str) -> int:
+    """How many configurations a problem: an integer of at least 1, or ``all``."""
+    return ALL_TRIALS if text == "all" else positive(text)
 
 
 def names(text: str) -> tuple[str, ...]:

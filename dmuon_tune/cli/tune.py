@@ -31,8 +31,8 @@ def register(commands: Any) -> None:
     )
     search = parser.add_argument_group("search")
     search.add_argument(
-        "--trials", type=options.positive, default=40, metavar="N",
-        help="configurations a problem over all its kernels, those in the cache counted (default: 40)",
+        "--trials", type=options.trials, default=40, metavar="N",
+        help="configurations a problem over all its kernels, those in the cache counted, or 'all' (default: 40)",
     )
     search.add_argument(
         "--budget", type=options.seconds, metavar="TIME",
@@ -40,6 +40,10 @@ def register(commands: Any) -> None:
     )
     search.add_argument(
         "--backends", type=options.names, metavar="NAMES", help="only these, such as tilelang,library (default: all)"
+    )
+    search.add_argument(
+        "--sampler", default="combined", metavar="NAME",
+        help="what chooses the configurations: combined, exhaustive, forest, gp, random or tpe (default: combined)",
     )
     search.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
     search.add_argument("--workers", type=options.positive, metavar="N", help="measuring processes")
@@ -64,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = TuneOptions(
         device=args.device, dtype=args.dtype, backends=args.backends, trials=args.trials, budget_s=args.budget,
-        seed=args.seed, compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout, workers=args.workers,
+        sampler=args.sampler, seed=args.seed, workers=args.workers,
+        compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout,
     )
     try:
         with Store.open_user(_place(args)) as store:

@@ -39,7 +39,7 @@ class EndSearch(ProblemSearch):
     @property
     def planned(self) -> int:
         """How many configurations a run without a budget measures."""
-        legal = self.reused + sum(each.sampler.unseen for each in self.kernels)
+        legal = self.reused + sum(each.proposer.unseen for each in self.kernels)
         return max(0, min(self._trials, legal) - self.reused)
 
     def seeds(self) -> list[Candidate]:
@@ -61,12 +61,12 @@ class EndSearch(ProblemSearch):
         own = {each.spec.name: each for each in self.kernels}
         for name, config in self._like.fastest() if self._like else ():
             if name in own and own[name].is_legal(config):
-                return Candidate(self, own[name], config) if own[name].sampler.reserve(config) else None
+                return Candidate(self, own[name], config) if own[name].proposer.reserve(config) else None
         return None
 
     def _untuned(self) -> Candidate | None:
         for each in self.kernels:
-            if each.sampler.reserve(each.untuned):
+            if each.proposer.reserve(each.untuned):
                 return Candidate(self, each, each.untuned)
         return None
 

@@ -10,6 +10,8 @@ from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import DTYPES, Problem
 from dmuon_tune.recipe import Recipe
 
+from .samplers import DEFAULT, sampler_type
+
 
 @dataclass(frozen=True)
 class TuneOptions:
@@ -27,6 +29,7 @@ class TuneOptions:
     backends: tuple[str, ...] | None = None
     trials: int = 40
     budget_s: float | None = None
+    sampler: str = DEFAULT
     seed: int = 0
     compile_timeout_s: float = 120.0
     run_timeout_s: float = 60.0
@@ -35,6 +38,7 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        sampler_type(self.sampler)
         for name in ("trials", "budget_s", "compile_timeout_s", "run_timeout_s", "workers"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dmuon_tune.backends import backends
@@ -23,44 +24,68 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.space import config_json, config_to_dict
 from dmuon_tune.spec import KernelSpec
 
-from .sampler import Sampler
+from .neighbours import Neighbours
+from .proposer import Proposer
+from .samplers import DEFAULT, sampler_type
 
 ENDS_AFTER = 4  # a fifth of the candidates: ends are a small part of a step, and start from what their products found
 MOST_RIVALS = 3  # that are tried in the winner's place inside a chain
 FAIR_TRIALS = 3  # configurations of a kernel before it may be left behind
 FAR_BEHIND = 1.3  # times the best: no space hides its best so far below its untuned choice unless that is bad
 
+
+@dataclass(frozen=True)
+class How:
+    """How every space is searched: ``sampler`` by its name, seeded by ``seed``, which may know what ``neighbours`` ran
+    best."""
+
+    neighbours: Neighbours
+    sampler: str = DEFAULT
+    seed: int = 0
+
+
 class KernelSearch:
     """One kernel's search for one problem, continued from the trials that the cache holds under the current key."""
 
     def __init__(
-        self, spec: KernelSpec, key: TuningKey, legal: list[Any], device: DeviceFingerprint, store: Store, seed: int
+        self, spec: KernelSpec, key: TuningKey, legal: list[Any], device: DeviceFingerprint, store: Store, how: How
     ) -> None:
         self.spec, self.key = spec, key
         self.untuned = spec.untuned(key.problem, device)
-        first = spec.seeds(key.problem, device) if spec.seeds else ()
-        self.sampler = Sampler(spec.Config, legal, seed ^ zlib.crc32(key.canonical_json().encode()), first)
+        self.proposer = Proposer(
+            spec.Config, legal, sampler_type(how.sampler), how.seed ^ zlib.crc32(key.canonical_json().encode()),
+            first=lambda: self._likeliest(how.neighbours),
+        )
         self.outcomes: list[tuple[Any, Measurement, Trial | None]] = []
-        self._legal = {config_json(config): config for config in legal}
+        self._legal = legal
         self.refresh(store)
+
+    @cached_property
+    def _by_text(self) -> dict[str, Any]:
+        return {config_json(config): config for config in self._legal}
+
+    def _likeliest(self, neighbours: Neighbours) -> list[Any]:
+        problem, device = self.key.problem, self.key.device
+        own = self.spec.seeds(problem, device) if self.spec.seeds else ()
+        return [self.untuned, *own, *neighbours.best(self.spec, problem)]
 
     @property
     def needs_seed(self) -> bool:
         return all(config != self.untuned for config, _, _ in self.outcomes)
 
     def is_legal(self, config: Any) -> bool:
-        return config_json(config) in self._legal
+        return self.proposer.is_legal(config)
 
     def observe(self, config: Any, measurement: Measurement, trial: Trial | None = None) -> None:
         """``trial``: the cache's record, where the measurement is not this run's."""
-        self.sampler.observe(config, measurement)
+        self.proposer.observe(config, measurement)
         self.outcomes.append((config, measurement, trial))
 
     def refresh(self, store: Store) -> int:
         """Learn what the store holds and this search does not know; returns how much that is."""
         known = {config_json(config) for config, _, _ in self.outcomes}
         found = [(text, trial) for trial in store.trials(self.key) if (text := _trial_json(trial)) not in known]
-        new = [(self._legal[text], trial) for text, trial in found if text in self._legal]
+        new = [(self._by_text[text], trial) for text, trial in found if text in self._by_text]
         for config, trial in new:
             self.observe(config, trial.measurement, trial)
         return len(new)
@@ -123,25 +148,24 @@ class ProblemSearch:
     def planned(self) -> int:
         """How many configurations a run without a budget measures."""
         seeds = sum(each.needs_seed for each in self.kernels)
-        legal = self.reused + sum(each.sampler.unseen for each in self.kernels)
+        legal = self.reused + sum(each.proposer.unseen for each in self.kernels)
         return max(seeds, min(self._trials, legal) - self.reused)
 
     def seeds(self) -> list[Candidate]:
         """Each kernel's untuned configuration that was not measured yet; they count as proposed."""
         missing = [each for each in self.kernels if each.needs_seed]
         for each in missing:
-            each.sampler.reserve(each.untuned)
+            each.proposer.reserve(each.untuned)
         self._proposed += len(missing)
         return [Candidate(self, each, each.untuned) for each in missing]
 
     def propose(self) -> Candidate | None:
         """The next kernel's next configuration; None where the trials or all spaces are used up."""
-        remaining = self._trials - self._proposed
-        if remaining <= 0:
+        if self._proposed >= self._trials:
             return None
         turns = [self.kernels[(self._next_kernel + turn) % len(self.kernels)] for turn in range(len(self.kernels))]
         for each in sorted(turns, key=self._is_behind):  # stable: in turn, those far behind only where the rest is done
-            config = each.sampler.suggest(remaining)
+            config = each.proposer.propose()
             if config is not None:
                 self._next_kernel = self.kernels.index(each) + 1
                 self._proposed += 1
@@ -256,23 +280,26 @@ def unmeasured_backends(searches: Iterable[ProblemSearch]) -> set[str]:
 
 
 def problem_search(
-    problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, trials: int, seed: int
+    problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, trials: int, seed: int,
+    sampler: str = DEFAULT, neighbours: Neighbours | None = None,
 ) -> ProblemSearch:
     """The search of one problem; NoLegalConfigError where no kernel has a legal configuration."""
-    return ProblemSearch(problem, kernel_searches(problem, specs, device, store, seed), trials)
+    return ProblemSearch(problem, kernel_searches(problem, specs, device, store, seed, sampler, neighbours), trials)
 
 
 def kernel_searches(
-    problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, seed: int
+    problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, seed: int,
+    sampler: str = DEFAULT, neighbours: Neighbours | None = None,
 ) -> list[KernelSearch]:
     """The search of each kernel that serves a problem; NoLegalConfigError without any."""
+    how = How(neighbours or Neighbours(store, device), sampler, seed)
     found, refusals = [], []
     for spec in specs:
         if spec.op != problem.op:
             continue
         legal = spec.legal_space(problem, device)
         if legal:
-            found.append(KernelSearch(spec, tuning_key(spec, problem, device), legal, device, store, seed))
+            found.append(KernelSearch(spec, tuning_key(spec, problem, device), legal, device, store, how))
         else:
             refusals.append(f"{spec.name}: {spec.refusal(problem, device) or 'every configuration exceeds a limit'}")
     if not found:

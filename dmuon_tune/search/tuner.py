@@ -31,6 +31,7 @@ from dmuon_tune.spec import KernelSpec
 
 from .claims import LOOK_EVERY_S, Membership, Share, digest
 from .ends import EndSearch
+from .neighbours import Neighbours
 from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .progress import Progress, Silent
 from .recipes import ChainSearch, Tuned, close, estimates, is_current
@@ -103,13 +104,14 @@ def _searches(
     options: TuneOptions,
 ) -> list[ProblemSearch]:
     """The searches of the chains' products, then of their ends."""
+    how = options.seed, options.sampler, Neighbours(store, device)
     products = {
-        problem: problem_search(problem, specs, device, store, options.trials, options.seed)
+        problem: problem_search(problem, specs, device, store, options.trials, *how)
         for problem in workload(groups, dtype, specs, device)
     }
     at_ends = [
         EndSearch(
-            end, kernel_searches(end, specs, device, store, options.seed), options.trials,
+            end, kernel_searches(end, specs, device, store, *how), options.trials,
             products[like] if like else None,
         )
         for end, like in ends(groups, dtype, specs, device).items()

@@ -1,0 +1,94 @@
+"""``dmuon-tune replay``: tables, JSON, plots and records of measured spaces."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.cache import Store
+from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+from dmuon_tune.space import config_to_dict
+
+from .conftest import Run
+
+PROBLEMS = [Problem("gram", 1, m, m, 64, "float32", "float32") for m in (64, 96)]
+SHORT = ("--least", "2", "--seeds", "3", "--samplers", "exhaustive,random")
+
+
+@pytest.fixture
+def measured(own_cache: Path) -> Path:
+    device, spec = fingerprint("cpu"), kernel("gram.tilelang")
+    own_cache.parent.mkdir()
+    with Store.open(own_cache) as store:
+        for problem in PROBLEMS:
+            for place, config in enumerate(spec.legal_space(problem, device)):
+                outcome = Measurement.from_samples([10.0 + place], 0.0, {})
+                store.record(tuning_key(spec, problem, device), config_to_dict(config), outcome, {})
+    return own_cache
+
+
+def test_a_table_of_every_space_and_sampler(run: Run, measured: Path) -> None:
+    result = run("replay", *SHORT)
+    assert result.code == 0, result.err
+    rows = [line.split() for line in result.out.splitlines()]
+    assert rows[0] == "problem kernel space sampler evaluations median p10 p90 to_97%".split()
+    last = [row for row in rows[1:] if row[-1] != "-"]
+    shapes = [problem.label().split()[1] for problem in PROBLEMS]
+    expected = {(shape, name) for shape in shapes for name in ("exhaustive", "random")}
+    assert {(row[1], row[6]) for row in last} == expected
+    assert all(row[8:11] == ["1.000"] * 3 for row in last), "a space measured whole is its optimum"
+
+
+def test_json_has_whole_curves_that_never_fall(run: Run, measured: Path) -> None:
+    result = run("replay", *SHORT, "--problem", PROBLEMS[1].label(), "--evaluations", "4", "--format", "json")
+    curves = result.json["curves"]
+    assert [curve["problem"] for curve in curves] == [PROBLEMS[1].label()] * 2
+    for curve in curves:
+        assert [point["evaluations"] for point in curve["curve"]] == [1, 2, 3, 4]
+        for name in ("median", "p10", "p90"):
+            points = [point[name] for point in curve["curve"]]
+            assert points == sorted(points) and 0 < points[0] <= points[-1] <= 1
+        assert all(point["p10"] <= point["median"] <= point["p90"] for point in curve["curve"])
+
+
+def test_an_exported_record_replays_as_its_cache_does(run: Run, measured: Path, tmp_path: Path) -> None:
+    label, file = PROBLEMS[0].label(), str(tmp_path / "record.json.gz")
+    assert run("replay", "--least", "2", "--export", file).code == 2, "two spaces, one file"
+    assert run("replay", "--least", "2", "--problem", label, "--export", file).code == 0
+    from_cache = run("replay", *SHORT, "--problem", label, "--format", "json")
+    from_file = run("replay", *SHORT, "--record", file, "--format", "json")
+    assert from_file.json == from_cache.json
+
+
+def test_a_plot_or_one_line_about_what_it_needs(run: Run, measured: Path, tmp_path: Path) -> None:
+    file = tmp_path / "replay.png"
+    result = run("replay", *SHORT, "--plot", str(file))
+    if importlib.util.find_spec("matplotlib") is None:
+        assert (result.code, result.out) == (2, "")
+        assert "pip install 'dmuon-tune[report]'" in result.err and len(result.err.splitlines()) == 1
+    else:
+        assert result.code == 0 and file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--samplers", "anneal", "--least", "2"), 2, "unknown sampler 'anneal'; choose among combined"),
+        (("--kernel", "gram.nothing"), 2, "holds no measured space that --problem and --kernel choose"),
+        ((), 2, "measured configurations; measure more of it"),
+        (("--record", "nowhere.json.gz"), 2, "cannot read the record nowhere.json.gz"),
+        (("--record", "a", "--kernel", "gram.tilelang"), 2, "choose from a cache"),
+        (("--cache", "nowhere.sqlite"), 4, "nowhere.sqlite"),
+        (("--least", "2", "--problem", "gram 1x64", "--export", "/proc/x"), 2, "cannot write the record /proc/x"),
+    ],
+)
+def test_errors_take_one_line(run: Run, measured: Path, arguments: tuple[str, ...], code: int, said: str) -> None:
+    result = run("replay", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert said in result.err and len(result.err.splitlines()) == 1
