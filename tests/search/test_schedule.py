@@ -9,6 +9,7 @@ import pytest
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
+from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.search.ends import EndSearch
@@ -151,3 +152,19 @@ def test_an_end_that_was_measured_is_not_measured_again() -> None:
             first.observe(candidate, outcome)
         second = end_search(store, [spec("a")], None, trials=8)
         assert (second.reused, second.planned, second.propose()) == (2, 0, None)
+
+
+def test_the_best_of_the_nearest_tuned_shape_come_before_what_no_one_knows() -> None:
+    device, known = fingerprint("cpu"), {8: (5, 6), 64: (2, 9)}
+    seeded = spec("seeded", seeds=lambda problem, device: [Config(7)])
+    with Store.open("sqlite://") as store:
+        for m, places in known.items():
+            key = tuning_key(seeded, Problem("gram", 1, m, m, 8, "float32", "float32"), device)
+            for rank, place in enumerate((*places, 11, 10)):
+                outcome = Measurement.from_samples([100.0 + rank], 0.0, {})
+                store.record(key, {"place": place}, outcome, {})
+        problem = Problem("gram", 1, 48, 48, 8, "float32", "float32")
+        search = problem_search(problem, [seeded], device, store, 12, 0)
+        places = [place for _, place in order(search, {"seeded": Measurement.from_samples([1.0], 0.0, {})})]
+    assert places[:5] == [0, 7, 2, 9, 11], "untuned, seeds, then three of m = 64"
+    assert sorted(places) == list(range(12))
