@@ -11,9 +11,9 @@ from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain, default_dtype
+from dmuon_tune.words import counted
 
 from .data import DeviceReport, Product
-from .text import counted
 
 NAMED = 3  # examples of what an advice is about
 

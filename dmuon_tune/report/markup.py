@@ -14,7 +14,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --paper: #14171c; --soft: #1f242c; --grid: #444c58;
   --link: #8ab8f2; --s0: #7db3f0; --s1: #ff9a5c; --s2: #4fd1a5; --s3: #e29bd2; --s4: #e0c15a; --s5: #b4bcc8;
   --s6: #ff8095; --s7: #5cd3e0; } }
-body { margin: 0 auto; padding: 1rem 1.25rem 4rem; max-width: 76rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 1rem 1.25rem 4rem; max-width: 96rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; }
 a { color: var(--link); }
 nav ul { display: flex; flex-wrap: wrap; gap: .25rem 1rem; padding: 0; list-style: none; }
@@ -34,6 +34,7 @@ td.number, th.number { text-align: right; }
 td { white-space: nowrap; }
 td.long { min-width: 30rem; white-space: normal; overflow-wrap: anywhere; }
 figure { margin: 1rem 0; }
+p, figcaption, li { max-width: 76rem; }
 figcaption { font-size: .875rem; }
 figure svg { width: 100%; height: auto; display: block; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: .5rem 1.5rem; }

@@ -45,6 +45,7 @@ def html(
         [[each["label"], each["state"], each["entries"], each["path"], each["detail"]] for each in layers],
         numeric=("winners",),
     )
+    links.append(element("li", element("a", "Caches", href="#caches")))
     body = joined(
         element("h1", "dmuon-tune report"),
         element("p", f"Made {made_at} by dmuon-tune {__version__}. Times are microseconds, medians of their windows."),

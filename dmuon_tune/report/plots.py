@@ -28,7 +28,7 @@ BARS = 24  # problems in one chart
 NARROW = 10  # times: a logarithmic axis of less is labelled between its powers of ten
 WIDE = 8  # times: a faster winner's bar would leave no room for the others
 SETTINGS: dict[str, Any] = {  # on top of matplotlib's own defaults, whatever the user's matplotlibrc says
-    "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.0, "axes.titlesize": 9.5, "axes.grid": True,
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 9.0, "figure.titlesize": 9.5, "axes.grid": True,
     "axes.axisbelow": True, "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK,
     "ytick.color": INK, "grid.color": GRID, "grid.linewidth": 0.6, "legend.frameon": False, "hatch.linewidth": 0.6,
     "legend.fontsize": 8.0, "axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True,
@@ -73,6 +73,8 @@ def plots(report: DeviceReport, prefix: str = "") -> list[Plot]:
         drawn = [*_speedups(report.products), *_roofline(report), *_batch_costs(report)]
         rivals = sorted({_rival(kernel) for product in report.products for kernel, _ in product.attempts})
         drawn += [_progress(product, rivals) for product in report.products if product.attempts]
+        for plot in drawn:
+            plot.figure.suptitle(plain(plot.title, 72))
     taken: dict[str, int] = {}
     return [_named(plot, prefix, taken) for plot in drawn]
 
@@ -140,6 +142,7 @@ def _speedups(products: Sequence[Product]) -> Iterable[Plot]:
             )
             for row, value in rows:
                 axes.text(value, row, f" {value:.2f}", va="center", fontsize=7)
+        axes.margins(x=0.07)
         axes.axvline(1.0, color=INK, linewidth=1)
         axes.set_yticks(range(len(part)), [plain(product.problem.label(), 60) for product in part], fontsize=8)
         axes.set_ylim(len(part) - 0.4, -0.6)
@@ -148,7 +151,7 @@ def _speedups(products: Sequence[Product]) -> Iterable[Plot]:
             axes.set_xscale("log")
             _plain_ticks(axes.xaxis, lambda speed: f"{speed:g}")
         axes.grid(False, axis="y")
-        figure.legend(loc="outside upper right", ncols=2)
+        figure.legend(loc="outside lower center", ncols=2)
         mean = times(geometric_mean(product.over_library for product in part))
         title = "Winners' speed-up" + (f", part {number} of {len(sizes)}" if len(sizes) > 1 else "")
         bars = counted(len(part), "problem")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dmuon_tune.cache import ChainTrial
 from dmuon_tune.measurement import STATUSES, Measurement
+from dmuon_tune.words import counted
 
 from .advice import advice
 from .data import DeviceReport, KeptRecipe, Product
@@ -17,7 +18,6 @@ from .roofline import Ceilings, ceilings, clock_range_mhz
 from .text import (
     binary_bytes,
     config_text,
-    counted,
     geometric_mean,
     microseconds,
     pieces_text,
@@ -53,7 +53,7 @@ def of(report: DeviceReport, drawn: Drawn, cache_path: str = "") -> list[Section
 
 
 def drawing(plot: Plot, svg: Markup) -> Markup:
-    return figure(svg, f"{plot.title}. {plot.alt}", plot.title)
+    return figure(svg, f"{plot.title}. {plot.alt}", plot.alt)
 
 
 def _summary(report: DeviceReport) -> Markup:
@@ -145,7 +145,7 @@ def _winners(report: DeviceReport, drawn: Drawn) -> Markup:
         return element("p", "Nothing is tuned.")
     headers = [
         "problem", "kernel", "median µs", "p20–p80 µs", "library µs", "over library", "untuned µs", "over untuned",
-        "rate", "FLOP/B", "state", "decided by", "layer", "configuration", "why stale",
+        "rate", "FLOP/B", "state", "decided by", "layer",
     ]
     rows = [
         [
@@ -155,8 +155,7 @@ def _winners(report: DeviceReport, drawn: Drawn) -> Markup:
             scaled(product.rate(product.median_us), "FLOP/s"),
             None if product.intensity is None else f"{product.intensity:,.1f}",
             _state(product), product.best and ("race" if product.best.place is not None else "screening"),
-            product.layer, product.winner and code(config_text(product.winner.entry.config)),
-            product.winner and product.winner.stale,
+            product.layer,
         ]
         for product in report.products
     ]
@@ -167,7 +166,22 @@ def _winners(report: DeviceReport, drawn: Drawn) -> Markup:
         ),
         *drawn.get("speedup", ()),
         table("Each problem's winner", headers, rows, numeric=headers[2:10]),
+        _configurations(report),
     )
+
+
+def _configurations(report: DeviceReport) -> Markup:
+    won = [(product, product.winner) for product in report.products if product.winner is not None]
+    rows = [
+        [
+            product.problem.label(), winner.entry.key.kernel, product.layer,
+            code(config_text(winner.entry.config)) if winner.entry.config else None, winner.stale,
+        ]
+        for product, winner in won
+    ]
+    summary = f"The winners' configurations, and why {sum(bool(winner.stale) for _, winner in won)} of them are stale"
+    headers = ["problem", "kernel", "layer", "configuration", "why stale"]
+    return details(summary, table("Winners' configurations", headers, rows))
 
 
 def _spread(measurement: Measurement | None) -> str | None:

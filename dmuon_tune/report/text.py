@@ -61,8 +61,3 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
     """Over what is known; None where nothing is."""
     known = [value for value in values if value]
     return math.exp(sum(map(math.log, known)) / len(known)) if known else None
-
-
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """``1 problem``, ``2 problems``."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
