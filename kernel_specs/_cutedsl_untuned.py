@@ -56,7 +56,7 @@ def seeds(problem: Problem, device: DeviceFingerprint) -> list[SymmetricConfig]:
             columns += problem.k / speed / config.split + store + _EXCHANGE
         return config.blocks_per_sm * config.tile_m * config.tile_n * columns
 
-    cut = [(_cut(problem, config), *rates) for config, *rates in _UNTUNED]
+    cut = [(_cut(problem, config), of_two, of_one, store) for config, of_two, of_one, store in _UNTUNED]
     legal = [entry for entry in cut if illegality(problem, entry[0], device) is None]
     return [config for config, *_ in sorted(legal or cut, key=cost)]
 
