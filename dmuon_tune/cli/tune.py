@@ -43,7 +43,7 @@ def register(commands: Any) -> None:
     )
     search.add_argument(
         "--sampler", default="combined", metavar="NAME",
-        help="what chooses the configurations: combined, exhaustive, forest, gp, random or tpe (default: combined)",
+        help="what picks configurations, such as tpe or exhaustive; an unknown name lists all (default: combined)",
     )
     search.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
     search.add_argument("--workers", type=options.positive, metavar="N", help="measuring processes")

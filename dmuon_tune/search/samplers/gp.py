@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from . import Floats, Ints, LegalSpace, Sampler
 from ._outcomes import is_ready, learned
 
-SPREADS = 1.0  # standard deviations that a configuration may be better than its mean
+SPREADS = (2.0, 1.0)  # standard deviations that a configuration may be better than its mean: far and near in turn
 STEPS = 4  # random steps of the lengths and the noise before each pick: enough, as each pick goes on from the last
 STEP = 0.4  # their size, of the logarithm
 LENGTH, NOISE = 0.7, 0.05  # where they start, and the prior's median: an axis is 1 long, values have deviation 1
@@ -26,6 +27,7 @@ class GpSampler(Sampler):
         super().__init__(space, seed, first)
         self._prior = np.log([LENGTH] * len(space.levels) + [NOISE])
         self._scales = self._prior
+        self._spreads = itertools.cycle(SPREADS)
 
     def choose(self, unseen: Ints) -> int:
         if not is_ready(self):
@@ -38,7 +40,7 @@ class GpSampler(Sampler):
         solved = np.linalg.solve(factor, np.column_stack([_matern(known / lengths, asked / lengths), values]))
         across, white = solved[:, :-1], solved[:, -1]
         variance = (white @ white) / len(values) * np.maximum(1 - (across**2).sum(axis=0), 0)
-        return int(unseen[(white @ across - SPREADS * np.sqrt(variance)).argmin()])
+        return int(unseen[(white @ across - next(self._spreads) * np.sqrt(variance)).argmin()])
 
     def _fit(self, known: Floats, values: Floats) -> Floats:
         """Improve the lengths and the noise; the Cholesky factor of the known values' correlation under them."""
