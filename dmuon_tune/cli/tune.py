@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, NoLegalConfigError, UsageError
+from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, UsageError
 from dmuon_tune.words import counted
 
-from . import options, workload
+from . import dry_run, options, workload
 from .caches import entry_fields, statuses_text
 from .output import config_text, microseconds, note, print_json, ratio, say, table, warn
 from .show import recipe_table
 
+EFFORTS = ("quick", "normal", "max")  # dmuon_tune.search.options.EFFORTS, which --help must not import
+
 if TYPE_CHECKING:
-    from dmuon_tune.device import DeviceFingerprint
-    from dmuon_tune.problem import Problem
     from dmuon_tune.search import ProblemReport, TuneReport
 
 
@@ -31,12 +31,18 @@ def register(commands: Any) -> None:
     )
     search = parser.add_argument_group("search")
     search.add_argument(
-        "--trials", type=options.trials, default=40, metavar="N",
-        help="configurations a problem over all its kernels, those in the cache counted, or 'all' (default: 40)",
+        "--effort", choices=EFFORTS, default="normal",
+        help="quick: 8 trials a problem, 80 s in all; normal: 40 and 7m30s; max: 200 without a limit (default: normal)",
+    )
+    search.add_argument(
+        "--trials", type=options.trials, metavar="N",
+        help="configurations a problem over all its kernels, those in the cache counted, or 'all'; whatever time they "
+        "take unless --budget limits it (default: the effort's)",
     )
     search.add_argument(
         "--budget", type=options.seconds, metavar="TIME",
-        help="stop after this time, such as 4m or 1h; a share of it is for whole chains",
+        help="stop after this time, such as 4m or 1h; shares of it are for races of finalists and for whole chains "
+        "(default: the effort's)",
     )
     search.add_argument(
         "--backends", type=options.names, metavar="NAMES", help="only these, such as tilelang,library (default: all)"
@@ -54,23 +60,23 @@ def register(commands: Any) -> None:
         help="tune into this database, such as postgresql+psycopg://user@host/name, together with every run that does; "
         "the password may stand in PGPASSWORD or ~/.pgpass",
     )
-    search.add_argument("--dry-run", action="store_true", help="list the problems and their legal spaces; tune nothing")
+    search.add_argument("--dry-run", action="store_true", help="say what would be measured and how long it takes")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     work = workload.of(args)
     _check_backends(args.backends)
-    if args.dry_run:
-        return _dry_run(args, work)
     from dmuon_tune.cache import Store
     from dmuon_tune.search import TuneOptions, terminal_progress, tune
 
-    chosen = TuneOptions(
-        device=args.device, dtype=args.dtype, backends=args.backends, trials=args.trials, budget_s=args.budget,
+    chosen = TuneOptions.of_effort(
+        args.effort, args.trials, args.budget, device=args.device, dtype=args.dtype, backends=args.backends,
         sampler=args.sampler, seed=args.seed, workers=args.workers,
         compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout,
     )
+    if args.dry_run:
+        return dry_run.run(args, work, chosen)
     try:
         with Store.open_user(_place(args)) as store:
             report = tune(work.groups, store, chosen, terminal_progress())
@@ -140,6 +146,8 @@ def _conclude(report: TuneReport, where: str) -> int:
     if not report.complete:
         before = "every problem had its trials" if report.measured else "anything was measured"
         note(f"the budget ended before {before}; run the same command again to go on, or with a larger --budget")
+    if report.raced:
+        note(f"{report.raced} races of finalists decided for their problem's winner")
     _conclude_chains(report)
     failures = sum(count for problem in report.problems for name, count in problem.statuses.items() if name != "ok")
     if failures:
@@ -198,6 +206,7 @@ def _json(report: TuneReport, work: workload.Workload, where: str) -> dict[str, 
         "measured": report.measured,
         "reused": report.reused,
         "complete": report.complete,
+        "raced": report.raced,
         "chains": asdict(report.chains),
         "unavailable": dict(report.unavailable),
         "problems": [
@@ -214,47 +223,3 @@ def _json(report: TuneReport, work: workload.Workload, where: str) -> dict[str, 
         ],
         "recipes": [recipe.to_dict() for recipe in report.recipes],
     }
-
-
-def _dry_run(args: argparse.Namespace, work: workload.Workload) -> int:
-    from dmuon_tune.backends.probe import fingerprint
-    from dmuon_tune.recipe import default_dtype
-    from dmuon_tune.search.schedule import usable_kernels
-    from dmuon_tune.search.workload import ends
-    from dmuon_tune.search.workload import workload as workload_of
-
-    device = fingerprint(args.device)
-    dtype = args.dtype or default_dtype(device.kind)
-    specs, _ = usable_kernels(device, args.backends)
-    problems = [*workload_of(work.groups, dtype, specs, device), *ends(work.groups, dtype, specs, device)]
-    rows = [row for problem in problems for row in _spaces(problem, device, args.backends)]
-    if args.format == "json":
-        print_json({"model": work.label, "device": device.to_dict(), "dry_run": True, "spaces": rows})
-    else:
-        cells = [[row["label"], row["kernel"], row["legal"], row["refusal"]] for row in rows]
-        say(table(["problem", "kernel", "legal_configs", "refusal"], cells))
-    legal = {row["label"] for row in rows if row["legal"]}
-    none = [problem for problem in problems if problem.label() not in legal]
-    if none:
-        raise NoLegalConfigError(f"{none[0].label()}: no kernel of the chosen backends has a legal configuration here")
-    return 0
-
-
-def _spaces(problem: Problem, device: DeviceFingerprint, names: tuple[str, ...] | None) -> list[dict[str, Any]]:
-    from dmuon_tune.kernel_specs import kernels
-
-    from .reasons import refusal
-
-    rows = []
-    for spec in kernels(problem.op):
-        if names is not None and spec.backend not in (*names, "library"):  # the baseline is always measured
-            continue
-        refused = refusal(spec, problem, device)
-        rows.append({
-            "problem": problem.to_dict(),
-            "label": problem.label(),
-            "kernel": spec.name,
-            "legal": 0 if refused else len(spec.legal_space(problem, device)),
-            "refusal": refused,
-        })
-    return rows

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
 from typing import Any
 
 from dmuon_tune.backends import CompiledKernel, backends, load
 from dmuon_tune.cache.key import TuningKey
 from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.problem import Problem
+from dmuon_tune.space import config_from_dict, config_json
 from dmuon_tune.spec import KernelSpec
+
+COMPILED = 128  # kernels that a measuring process keeps: for races, and for chains, most of which differ in one product
 
 
 def compile_kernel(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> CompiledKernel:
     """Compile one configuration for the current device; raises whatever its DSL raises."""
     load(spec.backend)
     return backends()[spec.backend].compile(spec.build(problem, config, device), problem, device)
+
+
+def compile_once(name: str, problem: Problem, config: dict[str, Any], device: DeviceFingerprint) -> CompiledKernel:
+    """The same by the kernel's name and the configuration's fields, from memory where this process has it."""
+    return _compiled(name, problem, config_json(config_from_dict(kernel(name).Config, config)), device)
+
+
+@lru_cache(COMPILED)
+def _compiled(name: str, problem: Problem, config: str, device: DeviceFingerprint) -> CompiledKernel:
+    spec = kernel(name)
+    return compile_kernel(spec, problem, config_from_dict(spec.Config, json.loads(config)), device)
 
 
 def tuning_key(spec: KernelSpec, problem: Problem, device: DeviceFingerprint) -> TuningKey:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,13 @@ from dmuon_tune.cache import ChainKey
 from dmuon_tune.chains import Launch
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, coefficient_set
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.kernel_specs import kernel, polar_small
+from dmuon_tune.kernel_specs import polar_small
 from dmuon_tune.kernel_specs.polar_small import input_scale
 from dmuon_tune.measurement import Measurement
-from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import WEIGHTS_DTYPE, Recipe, first_launch
-from dmuon_tune.space import config_from_dict, config_json
 from dmuon_tune.spec import digest_of
 
-from .build import compile_kernel
+from .build import compile_once
 from .job import ChainJob
 from .timing import time_warm
 from .verify import addresses
@@ -34,7 +31,6 @@ MORE_ERROR = 1.1  # times the polar error of the plain form by the library on th
 MOST_SAMPLES = 3  # different matrices in a batch; odd, so that no piece begins where the samples do
 ALONE_FROM_M = 2048  # from here on a sample's float64 eigenvalues take a second: one for the whole batch
 MU = 0.95  # Muon's default
-COMPILED = 64  # launches that a process keeps for the next chain, most of which differ in one product
 
 
 @cache
@@ -65,8 +61,7 @@ class BoundChain:
         for pick in recipe.picks:
             compiling()
             problem = pick.problem
-            config = config_from_dict(kernel(pick.kernel).Config, pick.config)
-            launch = _compiled(pick.kernel, problem, config_json(config), fingerprint)
+            launch = compile_once(pick.kernel, problem, pick.config, fingerprint).launch
             if problem in products:
                 self._launches.setdefault(problem.batch, {})[problem.op, problem.epilogue] = launch
             elif problem == first_launch(recipe.group, recipe.dtype):
@@ -143,12 +138,6 @@ class _Ends:
         if result is self._out or result.dtype == self._out.dtype:
             return result
         return self._out.copy_(result)
-
-
-@lru_cache(COMPILED)
-def _compiled(name: str, problem: Problem, config: str, fingerprint: DeviceFingerprint) -> Launch:
-    spec = kernel(name)
-    return compile_kernel(spec, problem, config_from_dict(spec.Config, json.loads(config)), fingerprint).launch
 
 
 def check_and_time(bound: BoundChain, job: ChainJob, resources: dict[str, Any]) -> Measurement:

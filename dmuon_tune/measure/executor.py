@@ -1,4 +1,4 @@
-"""Runs jobs in measuring processes that may hang or die: whatever happens, each job ends as a Measurement."""
+"""Runs jobs in measuring processes that may hang or die: whatever happens, each job has an outcome."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
 
@@ -18,7 +19,7 @@ from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.processes import ended
 
-from .job import LOG_CHARS, AnyJob, Job
+from .job import LOG_CHARS, AnyJob, Job, Outcome, RaceResult
 
 __all__ = ["Executor", "Job", "default_workers"]
 
@@ -46,7 +47,8 @@ class Executor:
 
     A job has ``compile_timeout_s`` to compile and ``run_timeout_s`` to be verified and timed; waiting for the device
     counts for neither. A worker that exceeds its time is killed (``timeout``), one that dies is a ``crashed``
-    measurement; both are replaced. Use it from one thread.
+    measurement; both are replaced. Where that ends a race, the resources name the ``entrant`` (its index) that it was
+    about to compile or verify. Use it from one thread.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Executor:
         self._busy.append(worker)
         worker.begin(job)
 
-    def wait(self, timeout_s: float | None = None) -> tuple[AnyJob, Measurement] | None:
+    def wait(self, timeout_s: float | None = None) -> tuple[AnyJob, Outcome] | None:
         """The next job that ends, or None after ``timeout_s`` seconds. DmuonTuneError where no worker can start."""
         if not self._busy:
             raise RuntimeError("no job is under way")
@@ -107,13 +109,13 @@ class Executor:
             left = POLL_S if end is None else min(POLL_S, end - time.monotonic())
             ready = connection.wait([worker.pipe for worker in self._busy], max(0.0, left))
             for worker in list(self._busy):
-                measurement = worker.advance(worker.pipe in ready, self._timeouts_s)
-                if measurement is not None:
-                    return self._retire(worker, measurement), measurement
+                outcome = worker.advance(worker.pipe in ready, self._timeouts_s)
+                if outcome is not None:
+                    return self._retire(worker, outcome), outcome
             if end is not None and time.monotonic() >= end:
                 return None
 
-    def run(self, jobs: Iterable[AnyJob]) -> Iterator[tuple[AnyJob, Measurement]]:
+    def run(self, jobs: Iterable[AnyJob]) -> Iterator[tuple[AnyJob, Outcome]]:
         """Every job's outcome, in the order in which they end; ``jobs`` is read only as workers become free."""
         remaining = iter(jobs)
         exhausted = False
@@ -129,11 +131,12 @@ class Executor:
             if outcome is not None:
                 yield outcome
 
-    def _retire(self, worker: _Worker, measurement: Measurement) -> AnyJob:
+    def _retire(self, worker: _Worker, outcome: Outcome) -> AnyJob:
         self._busy.remove(worker)
         job = worker.end()
         # A failed launch may leave a CUDA context in which every later call fails too.
-        if worker.alive and not (measurement.status == "launch_error" and job.device != "cpu"):
+        is_failed_launch = isinstance(outcome, Measurement) and outcome.status == "launch_error"
+        if worker.alive and not (is_failed_launch and job.device != "cpu"):
             self._idle.append(worker)
         else:
             worker.kill()
@@ -159,6 +162,7 @@ class _Worker:
         )
         child.close()
         self._job: AnyJob | None = None
+        self._entrant: int | None = None
         self._phase = "starting"
         self._since = time.monotonic()
 
@@ -167,7 +171,7 @@ class _Worker:
         return self._process.poll() is None
 
     def begin(self, job: AnyJob) -> None:
-        self._job = job
+        self._job, self._entrant = job, None
         self._output.truncate(0)
         if self._phase != "starting":
             self._enter("compiling")
@@ -182,8 +186,8 @@ class _Worker:
         job, self._job = self._job, None
         return job
 
-    def advance(self, readable: bool, timeouts_s: dict[str, float | None]) -> Measurement | None:
-        """Take one message or notice death or lateness; the job's measurement once it has one."""
+    def advance(self, readable: bool, timeouts_s: dict[str, float | None]) -> Outcome | None:
+        """Take one message or notice death or lateness; the job's outcome once it has one."""
         if readable:
             try:
                 kind, content = self.pipe.recv()
@@ -199,7 +203,7 @@ class _Worker:
         self.kill()
         if phase == "starting":
             raise DmuonTuneError(f"a measuring process did not start within {limit_s:.0f} s; try fewer --workers")
-        return Measurement("timeout", log=self._with_output(f"still {phase} after {limit_s:g} s"))
+        return self._failure("timeout", f"still {phase} after {limit_s:g} s")
 
     def kill(self) -> None:
         """Kill the process and its children; returns once it is gone or cannot be (stuck in a driver)."""
@@ -215,14 +219,16 @@ class _Worker:
             pass
         self.pipe.close()
 
-    def _message(self, kind: str, content: Any) -> Measurement | None:
+    def _message(self, kind: str, content: Any) -> Outcome | None:
         if kind in ("ready", "phase"):
             self._enter("compiling" if kind == "ready" else content)
+        elif kind == "entrant":
+            self._entrant = content
         elif kind == "result":
-            measurement: Measurement = content
-            if measurement.ok:
-                return measurement
-            return Measurement(**{**measurement.__dict__, "log": self._with_output(measurement.log)})
+            outcome: Outcome = content
+            if isinstance(outcome, RaceResult) or outcome.ok:
+                return outcome
+            return replace(outcome, log=self._with_output(outcome.log))
         return None
 
     def _enter(self, phase: str) -> None:
@@ -235,7 +241,11 @@ class _Worker:
         if phase == "starting":
             last = self._tail().strip().splitlines()[-1:] or ["no output"]
             raise DmuonTuneError(f"a measuring process could not start ({how}): {last[0]}; see 'dmuon-tune doctor'")
-        return Measurement("crashed", log=self._with_output(f"process died while {phase}: {how}"))
+        return self._failure("crashed", f"process died while {phase}: {how}")
+
+    def _failure(self, status: str, text: str) -> Measurement:
+        resources = {} if self._entrant is None else {"entrant": self._entrant}
+        return Measurement(status, resources=resources, log=self._with_output(text))
 
     def _with_output(self, text: str) -> str:
         return "\n".join(part for part in (text.rstrip(), self._tail().rstrip()) if part)

@@ -67,8 +67,9 @@ class Timing:
 
 
 Call = Callable[..., Any]
+GraphCheck = Callable[["torch.cuda.CUDAGraph"], None]
 # Calls in a window → the arguments of each in turn, and the check of a graph of them.
-SetsFor = Callable[[int], tuple[list[list[Any]], Callable[["torch.cuda.CUDAGraph"], None]]]
+SetsFor = Callable[[int], tuple[list[list[Any]], GraphCheck]]
 
 
 def time_launch(
@@ -91,7 +92,7 @@ def cold_sets(
     if device.startswith("cuda"):
         most_bytes = int(MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(device))[0])
 
-    def sets_for(launches: int) -> tuple[list[list[Any]], Callable[[torch.cuda.CUDAGraph], None]]:
+    def sets_for(launches: int) -> tuple[list[list[Any]], GraphCheck]:
         sets = _rotating_sets(first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, most_bytes, launches)
         launched = [as_launched(op, problem, each) for each in sets]
         return launched, lambda graph: _check_graph_writes(graph, op, problem, sets)

@@ -1,4 +1,4 @@
-"""The measuring process: takes jobs from a pipe, compiles, verifies and times each, and answers a Measurement."""
+"""The measuring process: takes jobs from a pipe, compiles, verifies and times each, and answers the outcome."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -16,19 +15,19 @@ import torch
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.kernel_specs import kernel, ops
+from dmuon_tune.kernel_specs import ops
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.processes import die_with
-from dmuon_tune.space import config_from_dict
 
-from .build import compile_kernel
+from .build import compile_once
 from .chain import BoundChain, check_and_time
 from .device_lock import device_lock
-from .job import LOG_CHARS, AnyJob, ChainJob, Job
+from .job import AnyJob, ChainJob, Job, Outcome, RaceJob, last_traceback
+from .race import race
 from .timing import time_launch
 from .verify import verify
 
-Report = Callable[[str], None]
+Report = Callable[[str, Any], None]  # tells the parent of a "phase", or of a race's next "entrant"
 
 
 def main(pipe: int, parent: int) -> None:
@@ -42,40 +41,57 @@ def main(pipe: int, parent: int) -> None:
             job: AnyJob = connection.recv()
         except (EOFError, OSError):
             return
-        measurement = measure(job, lambda phase: connection.send(("phase", phase)))
+        outcome = measure(job, lambda kind, content: connection.send((kind, content)))
         sys.stdout.flush()
         sys.stderr.flush()
-        connection.send(("result", measurement))
+        connection.send(("result", outcome))
 
 
-def measure(job: AnyJob, report: Report) -> Measurement:
-    """Build, check and time one configuration or one chain. On a CPU all of it holds the device's lock, because a
-    compilation would disturb another process's timing; on a GPU only the launches do."""
+def measure(job: AnyJob, report: Report) -> Outcome:
+    """Build, check and time one configuration, one chain or one race. On a CPU all of it holds the device's lock,
+    because a compilation would disturb another process's timing; on a GPU only the launches do."""
     device = _enter(job.device)
     with ExitStack() as held:
+
+        def lock() -> None:
+            report("phase", "waiting")
+            held.enter_context(device_lock(job.device))
+
         if device.kind == "cpu":
-            report("waiting")
-            held.enter_context(device_lock(job.device))
-        report("compiling")
-        begin = time.perf_counter()
-        try:
-            subject, resources = _build(job, device, report)
-        except (Exception, SystemExit):
-            return Measurement("compile_error", log=_traceback())
-        resources = {**resources, "compile_s": round(time.perf_counter() - begin, 3)}
-        if device.kind == "cuda":
-            report("waiting")
-            held.enter_context(device_lock(job.device))
-        report("running")
-        return _launch(job, subject, resources, device)
+            lock()
+        outcome = _measure(job, device, report, lock if device.kind == "cuda" else lambda: None)
+        gc.collect()
+        if device.kind == "cuda" and not (isinstance(outcome, Measurement) and outcome.status == "launch_error"):
+            torch.cuda.empty_cache()
+        return outcome
 
 
-def _build(job: AnyJob, device: DeviceFingerprint, report: Report) -> tuple[Any, dict[str, Any]]:
+def _measure(job: AnyJob, device: DeviceFingerprint, report: Report, lock: Callable[[], None]) -> Outcome:
+    """``lock`` is called before the first launch."""
+    if isinstance(job, RaceJob):
+        return race(job, device, report, lock)
+    report("phase", "compiling")
+    begin = time.perf_counter()
+    try:
+        subject, resources = _build(job, device, report)
+    except (Exception, SystemExit):
+        return Measurement("compile_error", log=last_traceback())
+    resources = {**resources, "compile_s": round(time.perf_counter() - begin, 3)}
+    lock()
+    report("phase", "running")
+    try:
+        if isinstance(job, ChainJob):
+            return check_and_time(subject, job, resources)
+        return _verify_and_time(job, subject, resources, device)
+    except (Exception, SystemExit):
+        return Measurement("launch_error", resources=resources, log=last_traceback())
+
+
+def _build(job: Job | ChainJob, device: DeviceFingerprint, report: Report) -> tuple[Any, dict[str, Any]]:
     """(what runs, its resources): a product's launch or a whole chain."""
     if isinstance(job, ChainJob):
-        return BoundChain(job.recipe, device, job.device, lambda: report("compiling")), {}
-    spec = kernel(job.kernel_name)
-    compiled = compile_kernel(spec, job.problem, config_from_dict(spec.Config, job.config), device)
+        return BoundChain(job.recipe, device, job.device, lambda: report("phase", "compiling")), {}
+    compiled = compile_once(job.kernel_name, job.problem, job.config, device)
     return compiled.launch, compiled.resources
 
 
@@ -89,22 +105,6 @@ def _enter(device: str) -> DeviceFingerprint:
     return found
 
 
-def _launch(
-    job: AnyJob, subject: Any, resources: dict[str, Any], device: DeviceFingerprint
-) -> Measurement:
-    try:
-        if isinstance(job, ChainJob):
-            measurement = check_and_time(subject, job, resources)
-        else:
-            measurement = _verify_and_time(job, subject, resources, device)
-    except (Exception, SystemExit):
-        return Measurement("launch_error", resources=resources, log=_traceback())
-    gc.collect()
-    if device.kind == "cuda":
-        torch.cuda.empty_cache()
-    return measurement
-
-
 def _verify_and_time(
     job: Job, launch: Callable[..., Any], resources: dict[str, Any], device: DeviceFingerprint
 ) -> Measurement:
@@ -115,7 +115,3 @@ def _verify_and_time(
     timing = time_launch(launch, op, job.problem, job.device, device, job.seed)
     resources = {**resources, **timing.facts(), "rotating_sets": timing.sets}
     return Measurement.from_samples(timing.samples_us, verdict.max_rel_err or 0.0, resources)
-
-
-def _traceback() -> str:
-    return traceback.format_exc()[-LOG_CHARS:]

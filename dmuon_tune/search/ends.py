@@ -38,9 +38,9 @@ class EndSearch(ProblemSearch):
 
     @property
     def planned(self) -> int:
-        """How many configurations a run without a budget measures."""
-        legal = self.reused + sum(each.proposer.unseen for each in self.kernels)
-        return max(0, min(self._trials, legal) - self.reused)
+        """How many configurations a run without a budget still measures."""
+        legal = sum(each.legal_count for each in self.kernels)
+        return 0 if self.is_settled else max(0, min(self.trials, legal) - self.known)
 
     def seeds(self) -> list[Candidate]:
         """None: an end never goes before a product."""
@@ -48,7 +48,7 @@ class EndSearch(ProblemSearch):
 
     def propose(self) -> Candidate | None:
         """The product's best, an untuned configuration, or what the samplers suggest."""
-        if self._proposed >= self._trials:
+        if self._proposed >= self.trials or self.is_settled:
             return None
         candidate = self._inherited() or self._untuned()
         if candidate is None:

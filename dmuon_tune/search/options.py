@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from dmuon_tune.cache import CacheEntry
 from dmuon_tune.device import DeviceFingerprint
@@ -14,14 +15,35 @@ from .samplers import DEFAULT, sampler_type
 
 
 @dataclass(frozen=True)
+class Effort:
+    """How much a run may take: see TuneOptions' fields of these names."""
+
+    trials: int
+    budget_s: float | None
+    patience: int | None
+    finalists: int
+
+
+EFFORTS = {
+    "quick": Effort(trials=8, budget_s=80.0, patience=8, finalists=3),
+    "normal": Effort(trials=40, budget_s=450.0, patience=20, finalists=8),
+    "max": Effort(trials=200, budget_s=None, patience=60, finalists=12),
+}
+
+
+@dataclass(frozen=True)
 class TuneOptions:
     """How to tune. ``device``: auto, cpu, cuda or cuda:<index>. ``dtype``: None for the device's default.
 
     ``backends``: the DSLs to try (None: all); the library is always measured, as the baseline. ``trials``:
     configurations a problem over all kernels, those in the cache counted (of a chain's ends a quarter as many); the
     library and each kernel's untuned configuration are measured even beyond it. ``budget_s``: seconds for the whole run
-    (None: no limit), of which whole chains have a share (:func:`dmuon_tune.search.tuner.chains_share_s`). ``workers``:
-    measuring processes (None: by device). Raises UsageError for values that make no sense.
+    (None: no limit), of which whole chains and races of finalists have shares (:mod:`dmuon_tune.search.shares`).
+    ``patience``: a problem's search ends where so many configurations in a row were no faster than its best by more
+    than a tie (None: never): the next one improves with a chance of about 1 in ``patience``, mostly by less than a
+    fifth, so by less than noise in the mean. ``finalists``: how many configurations of a problem race at most, beside
+    the untuned ones and the library. ``workers``: measuring processes (None: by device). Raises UsageError for values
+    that make no sense.
     """
 
     device: str = "auto"
@@ -30,6 +52,8 @@ class TuneOptions:
     trials: int = 40
     budget_s: float | None = None
     sampler: str = DEFAULT
+    patience: int | None = 20
+    finalists: int = 8
     seed: int = 0
     compile_timeout_s: float = 120.0
     run_timeout_s: float = 60.0
@@ -39,10 +63,23 @@ class TuneOptions:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         sampler_type(self.sampler)
-        for name in ("trials", "budget_s", "compile_timeout_s", "run_timeout_s", "workers"):
+        for name in ("trials", "budget_s", "patience", "finalists", "compile_timeout_s", "run_timeout_s", "workers"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name} must be greater than 0, not {value!r}")
+
+    @classmethod
+    def of_effort(cls, effort: str, trials: int | None = None, budget_s: float | None = None, **more: Any) -> Self:
+        """An effort's options. ``trials`` replace the effort's trials, and where no ``budget_s`` replaces its budget
+        that falls away: what was asked for is then measured, whatever it takes."""
+        if effort not in EFFORTS:
+            raise UsageError(f"unknown effort {effort!r}; choose one of {', '.join(EFFORTS)}")
+        chosen = asdict(EFFORTS[effort])
+        if trials is not None:
+            chosen |= {"trials": trials, "budget_s": None, "patience": None}
+        if budget_s is not None:
+            chosen["budget_s"] = budget_s
+        return cls(**chosen, **more)
 
 
 @dataclass(frozen=True)
@@ -76,7 +113,7 @@ class ChainReport:
 class TuneReport:
     """``problems``: most expensive first. ``unavailable``: backend → why it cannot run here. ``complete``: False where
     the budget ended the run before its trials were done. ``contended``: how many of this run's timings other processes
-    disturbed, chains' included."""
+    disturbed, chains' included. ``raced``: how many races of finalists decided."""
 
     device: DeviceFingerprint
     problems: list[ProblemReport]
@@ -87,3 +124,4 @@ class TuneReport:
     complete: bool
     contended: int = 0
     chains: ChainReport = ChainReport()
+    raced: int = 0

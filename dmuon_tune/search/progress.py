@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
@@ -18,6 +19,7 @@ from dmuon_tune.recipe import Recipe
 from dmuon_tune.words import counted
 
 PLAIN_INTERVAL_S = 10.0
+PACE_RESULTS = 30  # the latest results that tell the pace: kernels of another problem may take longer
 
 
 class Progress(Protocol):
@@ -25,6 +27,9 @@ class Progress(Protocol):
 
     def started(self, total: int, budget_s: float | None) -> None:
         """``total`` configurations will be measured, fewer where ``budget_s`` seconds end the run before."""
+
+    def settled(self, count: int) -> None:
+        """A problem's search ended early: ``count`` fewer configurations are measured."""
 
     def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
         """A configuration goes to a measuring process."""
@@ -39,6 +44,12 @@ class Progress(Protocol):
 
     def waiting(self, count: int, hosts: Sequence[str]) -> None:
         """All that is left, ``count`` problems or groups, is under way in other runs, on ``hosts``."""
+
+    def races_started(self, races: int, left_s: float | None) -> None:
+        """The finalists of so many problems will be timed against each other, for ``left_s`` seconds at most."""
+
+    def raced(self, problem: Problem, kernel: str, measurement: Measurement) -> None:
+        """A problem's race is over, and what won."""
 
     def chains_started(self, groups: int, left_s: float | None) -> None:
         """The products are done; chains of ``groups`` groups will be timed, for ``left_s`` seconds at most."""
@@ -56,6 +67,9 @@ class Silent:
     def started(self, total: int, budget_s: float | None) -> None:
         pass
 
+    def settled(self, count: int) -> None:
+        pass
+
     def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
         pass
 
@@ -70,6 +84,12 @@ class Silent:
     def waiting(self, count: int, hosts: Sequence[str]) -> None:
         pass
 
+    def races_started(self, races: int, left_s: float | None) -> None:
+        pass
+
+    def raced(self, problem: Problem, kernel: str, measurement: Measurement) -> None:
+        pass
+
     def chains_started(self, groups: int, left_s: float | None) -> None:
         pass
 
@@ -81,21 +101,27 @@ class Silent:
 
 
 class Clock:
-    """Counts what is done and estimates the time left: the budget's, or less by the pace so far."""
+    """Counts what is done and estimates the time left: the budget's, or less by the pace of the latest results."""
 
     def __init__(self, total: int, budget_s: float | None) -> None:
         self.total, self.done = total, 0
         self._budget_s = budget_s
         self._start = time.monotonic()
+        self._ends = deque([self._start], PACE_RESULTS + 1)
+
+    def count(self) -> None:
+        """One more is done."""
+        self.done += 1
+        self._ends.append(time.monotonic())
 
     def left(self) -> str:
         """``m:ss`` left, or ``-:--`` while nothing is known."""
-        spent_s = time.monotonic() - self._start
         bounds = []
         if self.done:
-            bounds.append(spent_s / self.done * max(0, self.total - self.done))
+            pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            bounds.append(pace_s * max(0, self.total - self.done))
         if self._budget_s is not None:
-            bounds.append(max(0.0, self._budget_s - spent_s))
+            bounds.append(max(0.0, self._budget_s - (time.monotonic() - self._start)))
         return f"{int(min(bounds)) // 60}:{int(min(bounds)) % 60:02d}" if bounds else "-:--"
 
 
@@ -119,13 +145,16 @@ class TerminalBar:
         self._task = self._bar.add_task("tuning", total=total, left=self._clock.left(), doing="")
         self._bar.start()
 
+    def settled(self, count: int) -> None:
+        self.reused(count)
+
     def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
         self._bar.update(self._task, left=self._clock.left(), doing=_trying(problem, kernel, config))
 
     def measured(
         self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
     ) -> None:
-        self._clock.done += 1
+        self._clock.count()
         doing = f"{problem.label()}: {_outcome(kernel, measurement, best_us)}"
         self._bar.update(self._task, advance=1, left=self._clock.left(), doing=doing)
 
@@ -135,6 +164,16 @@ class TerminalBar:
 
     def waiting(self, count: int, hosts: Sequence[str]) -> None:
         self._bar.update(self._task, left=self._clock.left(), doing=_waiting(count, hosts))
+
+    def races_started(self, races: int, left_s: float | None) -> None:
+        self._clock = Clock(races, left_s)
+        self._task = self._bar.add_task("races", total=races, left=self._clock.left(), doing=_races_of(races))
+        self._bar.start()
+
+    def raced(self, problem: Problem, kernel: str, measurement: Measurement) -> None:
+        self._clock.count()
+        doing = _race_outcome(problem, kernel, measurement)
+        self._bar.update(self._task, advance=1, left=self._clock.left(), doing=doing)
 
     def chains_started(self, groups: int, left_s: float | None) -> None:
         self._clock = Clock(0, left_s)
@@ -163,6 +202,9 @@ class PlainLines:
     def started(self, total: int, budget_s: float | None) -> None:
         self._clock = Clock(total, budget_s)
 
+    def settled(self, count: int) -> None:
+        self._clock.total -= count
+
     def trying(self, problem: Problem, kernel: str, config: dict[str, Any]) -> None:
         pass
 
@@ -170,7 +212,7 @@ class PlainLines:
         self, problem: Problem, kernel: str, config: dict[str, Any], measurement: Measurement, best_us: float | None
     ) -> None:
         clock = self._clock
-        clock.done += 1
+        clock.count()
         if time.monotonic() >= self._next or clock.done == clock.total:
             self._next = time.monotonic() + self._interval_s
             outcome = _outcome(kernel, measurement, best_us)
@@ -185,12 +227,24 @@ class PlainLines:
             self._waited, self._next = line, time.monotonic() + self._interval_s
             self._write(line)
 
+    def races_started(self, races: int, left_s: float | None) -> None:
+        self._clock = Clock(races, left_s)
+        self._write(f"timing {_races_of(races)}")
+
+    def raced(self, problem: Problem, kernel: str, measurement: Measurement) -> None:
+        clock = self._clock
+        clock.count()
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._interval_s
+            outcome = _race_outcome(problem, kernel, measurement)
+            self._write(f"race {clock.done}/{clock.total}, {clock.left()} left; {outcome}")
+
     def chains_started(self, groups: int, left_s: float | None) -> None:
         self._clock = Clock(0, left_s)
         self._write(f"timing {_chains_of(groups)}")
 
     def timed(self, recipe: Recipe, measurement: Measurement, best_us: float | None) -> None:
-        self._clock.done += 1
+        self._clock.count()
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._interval_s
             self._write(f"timing chain {self._clock.done}; {_chain_outcome(recipe, measurement, best_us)}")
@@ -219,6 +273,14 @@ def _outcome(kernel: str, measurement: Measurement, best_us: float | None) -> st
 
 def _waiting(count: int, hosts: Sequence[str]) -> str:
     return f"waiting for {count} that other runs tune, on {', '.join(hosts)}"
+
+
+def _races_of(races: int) -> str:
+    return f"the finalists of {races} problem{'s' * (races != 1)}"
+
+
+def _race_outcome(problem: Problem, kernel: str, measurement: Measurement) -> str:
+    return f"{problem.label()}: {kernel.partition('.')[2]} wins, {_result(measurement, None)}"
 
 
 def _chains_of(groups: int) -> str:

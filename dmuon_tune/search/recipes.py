@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dmuon_tune import chains
-from dmuon_tune.cache import CacheEntry
+from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import ops
 from dmuon_tune.measure.build import tuning_key
@@ -213,3 +213,17 @@ def is_current(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFinger
         pick.kernel in by_name and pick.key == tuning_key(by_name[pick.kernel], pick.problem, device).sha256
         for pick in recipe.picks
     )
+
+
+def keep_recipe(search: ChainSearch, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store) -> Recipe:
+    """Keep the recipe found in place of the one there was, unless that is of today's kernels and was timed, and this is
+    an estimate or, of a search cut short, slower."""
+    recipe = search.recipe()
+    kept = store.recipe(device, recipe.group, recipe.dtype)
+    if kept is not None and is_current(kept, specs, device):
+        cut_short = search.candidate is not None and not search.is_pricing
+        if not recipe.timed or cut_short and (kept.cost_us or 0.0) < (recipe.cost_us or 0.0):
+            return kept
+    if kept != recipe:
+        store.put_recipe(device, recipe)
+    return recipe

@@ -18,7 +18,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.measure.build import tuning_key
-from dmuon_tune.measure.winners import Contender, library_kernel, winner
+from dmuon_tune.measure.winners import TIE, Contender, library_kernel, winner
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import config_json, config_to_dict
@@ -50,7 +50,7 @@ class KernelSearch:
     def __init__(
         self, spec: KernelSpec, key: TuningKey, legal: list[Any], device: DeviceFingerprint, store: Store, how: How
     ) -> None:
-        self.spec, self.key = spec, key
+        self.spec, self.key, self.legal_count = spec, key, len(legal)
         self.untuned = spec.untuned(key.problem, device)
         self.proposer = Proposer(
             spec.Config, legal, sampler_type(how.sampler), how.seed ^ zlib.crc32(key.canonical_json().encode()),
@@ -81,14 +81,16 @@ class KernelSearch:
         self.proposer.observe(config, measurement)
         self.outcomes.append((config, measurement, trial))
 
-    def refresh(self, store: Store) -> int:
-        """Learn what the store holds and this search does not know; returns how much that is."""
-        known = {config_json(config) for config, _, _ in self.outcomes}
-        found = [(text, trial) for trial in store.trials(self.key) if (text := _trial_json(trial)) not in known]
-        new = [(self._by_text[text], trial) for text, trial in found if text in self._by_text]
+    def refresh(self, store: Store) -> list[Measurement]:
+        """Take what the store holds now of each configuration; returns what this search did not know."""
+        held = {_trial_json(trial): trial for trial in store.trials(self.key)}
+        for place, (config, measurement, trial) in enumerate(self.outcomes):
+            found = held.pop(config_json(config), None)
+            self.outcomes[place] = config, found.measurement if found else measurement, trial
+        new = [(self._by_text[text], trial) for text, trial in held.items() if text in self._by_text]
         for config, trial in new:
             self.observe(config, trial.measurement, trial)
-        return len(new)
+        return [trial.measurement for _, trial in new]
 
     def contenders(self, provenance: dict[str, Any]) -> Iterator[Contender]:
         """The ok outcomes; ``provenance`` is this run's."""
@@ -119,14 +121,22 @@ class ProblemSearch:
 
     is_end = False
 
-    def __init__(self, problem: Problem, kernel_searches: list[KernelSearch], trials: int) -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: Problem, kernel_searches: list[KernelSearch], trials: int, patience: int | None = None,
+        launches: int = 1,
+    ) -> None:
+        self.problem, self.trials = problem, trials
         self.kernels = sorted(kernel_searches, key=lambda each: (each.key.kernel != library_kernel(problem.op)))
-        self._trials = trials
+        self._patience, self._launches = patience, launches
         self._next_kernel = 0
-        self.reused = sum(len(each.outcomes) for each in self.kernels)
+        self.reused = self.known
         self._proposed = self.reused
         self.best_us = min(self._medians(), default=None)
+        self._in_vain = 0  # configurations since the last that was faster than all before beyond noise
+        self._mark_us = math.inf
+        before = [outcome for each in self.kernels for outcome in each.outcomes]
+        for outcome in sorted(before, key=lambda outcome: outcome[2].created_at if outcome[2] else ""):
+            self._count(outcome[1])
 
     def _medians(self) -> Iterator[float]:
         for each in self.kernels:
@@ -144,12 +154,41 @@ class ProblemSearch:
         ]
         return [(name, config) for _, name, config in sorted(found, key=lambda outcome: outcome[0])]
 
+    def _count(self, measurement: Measurement) -> None:
+        self._in_vain += 1
+        if measurement.median_us is not None and measurement.median_us * TIE < self._mark_us:
+            self._in_vain, self._mark_us = 0, measurement.median_us
+
+    @property
+    def known(self) -> int:
+        """How many configurations have an outcome."""
+        return sum(len(each.outcomes) for each in self.kernels)
+
+    @property
+    def time_us(self) -> float:
+        """What the model spends in it at its best so far; without any result it comes before all others."""
+        return math.inf if self.best_us is None else self._launches * self.best_us
+
+    @property
+    def urgency(self) -> float:
+        """The time that a trial may save, in parts of what the model spends here: the more trials, the less."""
+        return self.time_us / (self._proposed + 1)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more trials are not worth their time: ``patience`` configurations in a row were no faster beyond
+        noise, or an earlier run ended this search in a race after as many trials."""
+        if self._patience is not None and self._in_vain >= self._patience and self.best_us is not None:
+            return True
+        records = (m.resources.get("race", {}) for each in self.kernels for _, m, _ in each.outcomes if m.place == 0)
+        return any(record.get("trials", 0) >= self.trials for record in records)
+
     @property
     def planned(self) -> int:
-        """How many configurations a run without a budget measures."""
+        """How many configurations a run without a budget still measures."""
         seeds = sum(each.needs_seed for each in self.kernels)
-        legal = self.reused + sum(each.proposer.unseen for each in self.kernels)
-        return max(seeds, min(self._trials, legal) - self.reused)
+        legal = sum(each.legal_count for each in self.kernels)
+        return seeds if self.is_settled else max(seeds, min(self.trials, legal) - self.known)
 
     def seeds(self) -> list[Candidate]:
         """Each kernel's untuned configuration that was not measured yet; they count as proposed."""
@@ -161,7 +200,7 @@ class ProblemSearch:
 
     def propose(self) -> Candidate | None:
         """The next kernel's next configuration; None where the trials or all spaces are used up."""
-        if self._proposed >= self._trials:
+        if self._proposed >= self.trials or self.is_settled:
             return None
         turns = [self.kernels[(self._next_kernel + turn) % len(self.kernels)] for turn in range(len(self.kernels))]
         for each in sorted(turns, key=self._is_behind):  # stable: in turn, those far behind only where the rest is done
@@ -179,38 +218,39 @@ class ProblemSearch:
 
     def observe(self, candidate: Candidate, measurement: Measurement) -> None:
         candidate.kernel.observe(candidate.config, measurement)
+        self._count(measurement)
         self.best_us = min(self._medians(), default=None)
 
     def refresh(self, store: Store) -> int:
-        """Learn what other runs have measured meanwhile, while nothing of this search is under way; returns how much
-        that is."""
-        new = sum(each.refresh(store) for each in self.kernels)
-        self.reused += new
-        self._proposed = sum(len(each.outcomes) for each in self.kernels)
+        """Take what the store holds now, while nothing of this search is under way; returns how much of it is new."""
+        new = [measurement for each in self.kernels for measurement in each.refresh(store)]
+        for measurement in new:
+            self._count(measurement)
+        self.reused += len(new)
+        self._proposed = self.known
         self.best_us = min(self._medians(), default=None)
-        return new
+        return len(new)
 
     def statuses(self) -> dict[str, int]:
         return dict(Counter(measurement.status for each in self.kernels for _, measurement, _ in each.outcomes))
 
+    def contenders(self, provenance: dict[str, Any]) -> list[Contender]:
+        """The ok outcomes of every kernel; ``provenance`` is this run's."""
+        return [contender for each in self.kernels for contender in each.contenders(provenance)]
+
     def winner(self, provenance: dict[str, Any]) -> CacheEntry | None:
-        return winner(contender for each in self.kernels for contender in each.contenders(provenance))
+        return winner(self.contenders(provenance))
 
     def rivals(self, provenance: dict[str, Any], close: float) -> tuple[CacheEntry, ...]:
         """The fastest ok entries beside the winner, whose medians are within ``close`` times the fastest."""
         best, limit_us = self.winner(provenance), close * (self.best_us or 0.0)
-        found = [contender.entry for each in self.kernels for contender in each.contenders(provenance)]
+        found = [contender.entry for contender in self.contenders(provenance)]
         others = [entry for entry in found if best and (entry.key, entry.config) != (best.key, best.config)]
         return tuple(sorted((entry for entry in others if _median_us(entry) <= limit_us), key=_median_us)[:MOST_RIVALS])
 
     def library(self, provenance: dict[str, Any]) -> CacheEntry | None:
         """The library's fastest entry."""
-        return winner(
-            contender
-            for each in self.kernels
-            for contender in each.contenders(provenance)
-            if contender.is_library
-        )
+        return winner(contender for contender in self.contenders(provenance) if contender.is_library)
 
 
 def _median_us(entry: CacheEntry) -> float:
@@ -219,8 +259,9 @@ def _median_us(entry: CacheEntry) -> float:
 
 class Schedule:
     """The order of all problems' candidates: the library's for every problem, then another kernel's untuned
-    configuration for every problem in each round, then one candidate a problem in each round. Of chains' ends one
-    candidate comes after every ENDS_AFTER of others, all of them where nothing else is left."""
+    configuration for every problem in each round, then one candidate at a time of the problem where it is worth most:
+    each gets trials in proportion to the time that the model spends in it. Of chains' ends one candidate comes after
+    every ENDS_AFTER of others, all of them where nothing else is left."""
 
     def __init__(self, searches: Sequence[ProblemSearch]) -> None:
         rounds = itertools.zip_longest(*(search.seeds() for search in searches))
@@ -243,23 +284,23 @@ class Schedule:
         """None where everything is measured or under way."""
         if self._since_end < ENDS_AFTER:
             self._since_end += 1
-            return self._product() or _in_turn(self._ends)
+            return self._product() or self._of(self._ends)
         self._since_end = 0
-        return _in_turn(self._ends) or self._product()
+        return self._of(self._ends) or self._product()
 
     def _product(self) -> Candidate | None:
-        return self._seeds.popleft() if self._seeds else _in_turn(self._open)
+        return self._seeds.popleft() if self._seeds else self._of(self._open)
 
-
-def _in_turn(searches: deque[ProblemSearch]) -> Candidate | None:
-    """The next search's candidate; searches that have none are over."""
-    while searches:
-        search = searches.popleft()
-        candidate = search.propose()
-        if candidate is not None:
-            searches.append(search)
-            return candidate
-    return None
+    def _of(self, searches: deque[ProblemSearch]) -> Candidate | None:
+        """The most urgent search's candidate; searches that have none are over."""
+        while searches:
+            search = max(searches, key=lambda each: each.urgency)
+            searches.remove(search)  # of equals it is then the last
+            candidate = search.propose()
+            if candidate is not None:
+                searches.append(search)
+                return candidate
+        return None
 
 
 def usable_kernels(
@@ -281,10 +322,12 @@ def unmeasured_backends(searches: Iterable[ProblemSearch]) -> set[str]:
 
 def problem_search(
     problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, trials: int, seed: int,
-    sampler: str = DEFAULT, neighbours: Neighbours | None = None,
+    sampler: str = DEFAULT, neighbours: Neighbours | None = None, patience: int | None = None, launches: int = 1,
 ) -> ProblemSearch:
-    """The search of one problem; NoLegalConfigError where no kernel has a legal configuration."""
-    return ProblemSearch(problem, kernel_searches(problem, specs, device, store, seed, sampler, neighbours), trials)
+    """The search of one problem that the model launches so often; NoLegalConfigError where no kernel has a legal
+    configuration."""
+    found = kernel_searches(problem, specs, device, store, seed, sampler, neighbours)
+    return ProblemSearch(problem, found, trials, patience, launches)
 
 
 def kernel_searches(

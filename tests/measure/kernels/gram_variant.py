@@ -6,12 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
 
 @dataclass(frozen=True)
 class OneConfig:
     """No axes: a single configuration."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Several configurations that all misbehave in the same way."""
+
+    place: int = choice(0, range(11))
 
 
 def gram(x: Any, r: Any, alpha: float) -> None:
@@ -23,8 +31,9 @@ def serves_all(problem: Any, device: Any) -> None:
 
 
 def variant(
-    module: str, launch: Callable[..., None] | None = None, build: Callable[..., Any] | None = None
+    module: str, launch: Callable[..., None] | None = None, build: Callable[..., Any] | None = None,
+    config: type = OneConfig,
 ) -> KernelSpec:
     """``gram.library.<module>``, whose program is ``launch`` unless ``build`` makes it."""
     program = build or (lambda *_: launch)
-    return KernelSpec("gram", "library", OneConfig, serves_all, program, (module,), variant=module)
+    return KernelSpec("gram", "library", config, serves_all, program, (module,), variant=module)

@@ -1,0 +1,97 @@
+"""Races of finalists: who is dropped, what a tie is, and what a failing entrant costs, with real workers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmuon_tune.measure import race
+from dmuon_tune.measure.executor import Executor
+from dmuon_tune.measure.job import AnyJob, Entrant, Outcome, RaceJob, RaceResult
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+
+PROBLEM = Problem("gram", 3, 33, 33, 70, "float32", "float32")
+
+
+def entrant(kernel: str, **config: Any) -> Entrant:
+    return Entrant(kernel, config, 4)
+
+
+LIBRARY = 2 * [entrant("gram.library", entry="baddbmm")]
+
+
+def run(executor: Executor, *entrants: Entrant, prepare_s: float = 60.0) -> tuple[AnyJob, Outcome]:
+    ((job, outcome),) = executor.run([RaceJob(PROBLEM, entrants, "cpu", 1, prepare_s)])
+    return job, outcome
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=60), st.randoms())
+def test_an_interval_holds_the_median_and_needs_six_to_say_anything(ratios: list[float], rng: random.Random) -> None:
+    low, high = race.interval(ratios)
+    assert low <= sorted(ratios)[len(ratios) // 2] <= high
+    assert (low, high) == race.interval(rng.sample(ratios, len(ratios)))
+    assert (low > 0.0) == (len(ratios) >= race.FEWEST_ROUNDS)
+
+
+def rounds_of(times: dict[int, list[float]]) -> list[dict[int, float]]:
+    return [dict(zip(times, each, strict=True)) for each in zip(*times.values(), strict=True)]
+
+
+def test_only_what_is_slower_beyond_noise_is_dropped() -> None:
+    drift = [10.0, 12.0, 9.0, 15.0, 11.0, 10.0, 13.0, 9.5]  # the machine's, the same for all in a round
+    times = {
+        0: drift,
+        1: [each * 1.05 for each in drift],  # apart in every round, though the drift is larger
+        2: [each * factor for each, factor in zip(drift, [0.98, 1.05] * 4, strict=True)],  # now faster, now slower
+        3: [each * 1.001 for each in drift],  # slower in every round, by nothing that matters
+    }
+    assert race.standing(rounds_of(times)[:5], {0, 1, 2, 3}) == ({0, 1, 2, 3}, {0, 1, 2, 3})
+    assert race.standing(rounds_of(times), {0, 1, 2, 3}) == ({0, 2, 3}, {0, 2, 3})
+    del times[2]
+    assert race.standing(rounds_of(times), {0, 1, 3}) == ({0}, {0, 3})
+
+
+@pytest.mark.parametrize("disturbed", [0, 3, 1000])
+def test_disturbed_rounds_are_run_again_but_not_for_ever(disturbed: int) -> None:
+    order: list[list[int]] = []
+
+    def windows(racing: list[int]) -> tuple[dict[int, float], bool]:
+        order.append(racing)
+        noise = random.Random(len(order)).uniform(0.9, 1.1)
+        return {place: noise * (1.0 + place) for place in racing}, len(order) > disturbed
+
+    counted, is_disturbed, tied = race._rounds({0, 1, 2}, windows, random.Random(0), lambda: None)
+    assert tied == {0} and is_disturbed == (disturbed == 1000)
+    assert len(counted) == (2 * race.ROUNDS if disturbed == 1000 else race.FEWEST_ROUNDS)
+    assert len(order) == len(counted) + (disturbed if disturbed == 3 else 0)
+    assert len({tuple(each) for each in order if len(each) == 3}) > 2
+
+
+def test_a_race_times_what_is_right_and_says_how_the_others_failed(test_kernels: None) -> None:
+    bad = [entrant(f"gram.library.bad_{name}") for name in ("compile", "values", "launch", "slow")]
+    with Executor("cpu") as executor:
+        _, outcome = run(executor, *LIBRARY, *bad)
+    assert isinstance(outcome, RaceResult)
+    statuses = [measurement and measurement.status for measurement in outcome.measurements]
+    assert statuses == ["ok", "ok", "compile_error", "wrong_result", "launch_error", "ok"]
+    slow = outcome.measurements[-1]
+    assert slow is not None and not slow.resources["race"]["tied"] and (slow.median_us or 0) > 3000
+    fast = [found for found in outcome.measurements[:2] if found is not None]
+    assert any(found.resources["race"]["tied"] for found in fast)
+    assert all(found.resources["race"]["windows"] == len(found.samples) >= race.FEWEST_ROUNDS for found in fast)
+
+
+def test_an_entrant_that_takes_the_process_along_is_named_and_the_next_race_runs(test_kernels: None) -> None:
+    with Executor("cpu", run_timeout_s=5) as executor:
+        for place, (name, status) in enumerate([("exit", "crashed"), ("kill", "crashed"), ("hang", "timeout")]):
+            _, outcome = run(executor, *LIBRARY[:place], entrant(f"gram.library.bad_{name}"), LIBRARY[-1])
+            assert isinstance(outcome, Measurement)
+            assert (outcome.status, outcome.resources) == (status, {"entrant": place})
+        _, outcome = run(executor, *LIBRARY, entrant("gram.library.bad_slow"), prepare_s=0.0)
+    assert isinstance(outcome, RaceResult)
+    assert [found is not None for found in outcome.measurements] == [True, True, False]

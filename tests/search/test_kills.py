@@ -1,0 +1,95 @@
+"""SIGKILL at many moments of tuning runs: the cache opens, no finished trial is lost, none is repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+MOMENTS = 20
+# One process imports everything; each life is a fork of it that tunes, measures within itself (a measuring process of
+# its own would take seconds to start in each of the lives) and is killed shortly after some result was kept.
+LIVES = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+
+from dmuon_tune.cache import Store
+from dmuon_tune.measure import executor, worker
+from dmuon_tune.recipe import Group
+from dmuon_tune.search import TuneOptions, run, tune
+from dmuon_tune.search.progress import Silent
+
+path, log, moments = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+GROUPS = [Group(2, 8, 16 + 8 * place) for place in range(10)]
+
+
+class Within(executor.Executor):
+    def warm(self, jobs): pass
+    def submit(self, job): self._busy.append(job)
+    def wait(self, timeout_s=None):
+        job = self._busy.pop()
+        return job, worker.measure(job, lambda kind, content: None)
+    def close(self): pass
+
+
+class Log(Silent):
+    def _say(self, *what):
+        with open(log, "a") as file:
+            file.write(json.dumps(what) + "\\n")
+    def trying(self, problem, kernel, config): self._say("try", problem.label(), kernel, config)
+    def measured(self, problem, kernel, config, *_): self._say("kept", problem.label(), kernel, config)
+    def timed(self, recipe, *_): self._say("timed", recipe.group.label(), recipe.form, recipe.chunk)
+
+
+def state():
+    with Store.open(path) as store:
+        trials = [[key.problem.label(), key.kernel, trial.config] for key, trial in store.all_trials()]
+        chains = [[c.recipe.group.label(), c.recipe.form, c.recipe.chunk] for c in store.chain_trials()]
+    return trials, chains
+
+
+run.Executor = Within
+rng, killed, wrong = random.Random(7), 0, []
+Store.open(path).close()
+while killed < moments:
+    before, chains_before = state()
+    log.write_text("")
+    child = os.fork()
+    if child == 0:
+        with Store.open(path) as store:
+            tune(GROUPS, store, TuneOptions(device="cpu", backends=("library",)), Log())
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not any(s in log.read_text() for s in ("kept", "timed")):
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.1))
+    os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    if status == 0:
+        break
+    killed += 1
+    said = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("]")]
+    after, chains_after = state()
+    wrong += [["lost", each] for each in before + [s[1:] for s in said if s[0] == "kept"] if each not in after]
+    wrong += [["repeated", s] for s in said if s[0] == "try" and s[1:] in before]
+    timed = [s[1:] for s in said if s[0] == "timed"]
+    wrong += [["lost chain", each] for each in chains_before + timed if each not in chains_after]
+print(json.dumps({"killed": killed, "wrong": wrong, "trials": len(state()[0]), "chains": len(state()[1])}))
+"""
+
+
+def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, "-c", LIVES, str(path), str(tmp_path / "log"), str(MOMENTS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["killed"] == MOMENTS and found["wrong"] == []
+    assert found["trials"] + found["chains"] >= MOMENTS
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
