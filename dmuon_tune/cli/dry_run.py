@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import NoLegalConfigError
+from dmuon_tune.words import counted
 
 from . import workload
 from .output import microseconds, note, print_json, say, table
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from dmuon_tune.search.plan import TunePlan
 
 
-def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions) -> int:
-    """Print each problem's kernels and plan; nothing is measured and no cache made."""
+def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, place: str | None) -> int:
+    """Print each problem's kernels and what the cache at ``place`` leaves to measure; nothing is measured, no cache
+    made."""
     from dmuon_tune.backends.probe import fingerprint
     from dmuon_tune.recipe import default_dtype
     from dmuon_tune.search import plan
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions) 
         say(table(["problem", "kernel", "legal_configs", "refusal"], cells))
     if none:
         raise NoLegalConfigError(f"{none[0].label()}: no kernel of the chosen backends has a legal configuration here")
-    with _known(args.cache) as store:
+    with _known(place) as store:
         found = plan(work.groups, store, chosen)
     if args.format == "json":
         print_json({
@@ -51,11 +53,11 @@ def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions) 
     return 0
 
 
-def _known(path: str | None) -> Store:
+def _known(place: str | None) -> Store:
     """The cache that a run would go on with, read-only; an empty one where there is none yet."""
     from dmuon_tune.cache import Store, user_cache_path
 
-    where = path or str(user_cache_path())
+    where = place or str(user_cache_path())
     if "://" in where or os.path.exists(where):
         return Store.open(where, read_only=True)
     return Store.open("sqlite://")
@@ -94,7 +96,7 @@ def _print(found: TunePlan, chosen: TuneOptions) -> None:
     cut_short = chosen.budget_s is not None and chosen.budget_s < found.estimate_s
     limit = f", of which the run does {chosen.budget_s:.0f} s" if cut_short else ""
     note(
-        f"{planned} configurations, their races and whole chains take about {found.estimate_s:.0f} s "
+        f"{counted(planned, 'configuration')}, their races and whole chains take about {found.estimate_s:.0f} s "
         f"({found.pace_s:.2g} s a configuration: {how}){limit}"
     )
 

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout,
     )
     if args.dry_run:
-        return dry_run.run(args, work, chosen)
+        return dry_run.run(args, work, chosen, _place(args))
     try:
         with Store.open_user(_place(args)) as store:
             report = tune(work.groups, store, chosen, terminal_progress())
@@ -147,7 +147,7 @@ def _conclude(report: TuneReport, where: str) -> int:
         before = "every problem had its trials" if report.measured else "anything was measured"
         note(f"the budget ended before {before}; run the same command again to go on, or with a larger --budget")
     if report.raced:
-        note(f"{report.raced} races of finalists decided for their problem's winner")
+        note(f"{counted(report.raced, 'race')} of finalists decided for the winners of their problems")
     _conclude_chains(report)
     failures = sum(count for problem in report.problems for name, count in problem.statuses.items() if name != "ok")
     if failures:

@@ -276,7 +276,7 @@ def _waiting(count: int, hosts: Sequence[str]) -> str:
 
 
 def _races_of(races: int) -> str:
-    return f"the finalists of {races} problem{'s' * (races != 1)}"
+    return f"the finalists of {counted(races, 'problem')}"
 
 
 def _race_outcome(problem: Problem, kernel: str, measurement: Measurement) -> str:
