@@ -27,8 +27,8 @@ from .verify import verify
 
 AT_LEAST = 2  # entrants that are compiled whatever the time: one alone is no race
 ROUNDS = 30
-FEWEST_ROUNDS = 6  # the least that can tell two entrants apart at ALPHA
-ALPHA = 0.02  # of each bound of the interval of two entrants' ratio
+FEWEST_ROUNDS = 8  # the least that can tell two entrants apart at ALPHA
+ALPHA = 0.005  # of each bound of the interval of two entrants' ratio: a race asks often
 SAME = 1.01  # a smaller difference is none: two runs of one kernel on one day differ as much
 LIMIT_S = 2.0  # of all rounds, where FEWEST_ROUNDS take less
 REPORT_S = 0.5  # how often the parent hears that it goes on

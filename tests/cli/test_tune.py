@@ -207,8 +207,22 @@ def test_dry_run_counts_legal_configurations_and_measures_nothing(run: Run, own_
     assert {row["kernel"] for row in found["spaces"]} == {"gram.library", "gemm_symmetric.library", "apply.library"}
     assert all(row["legal"] == 1 and row["refusal"] is None for row in found["spaces"])
     assert not own_cache.exists()
+    assert [row["planned"] for row in found["problems"]] == [1, 1, 1] and found["estimate_s"] > 0
     every = run("tune", *SHAPE, "--dry-run").out
     assert "gram.cutedsl" in every and "sm_90" in every
+
+
+def test_a_dry_run_says_what_the_cache_holds_and_what_an_effort_adds(run: Run, tuned: dict[str, Any]) -> None:
+    found = tune(run, "--dry-run", "--format", "json").json
+    assert all(row["known"] == row["legal"] == 1 and row["planned"] == 0 for row in found["problems"])
+    assert {row["label"]: row["best_us"] for row in found["problems"]} == {
+        row["label"]: row["winner"]["median_us"] for row in tuned["problems"]
+    }
+    assert (found["trials"], found["budget_s"], found["estimate_s"]) == (2, None, 0.0)
+    quick = run("tune", *SHAPE, "--effort", "quick", "--dry-run", "--format", "json").json
+    assert (quick["trials"], quick["budget_s"]) == (8, 80.0)
+    said = run("tune", *SHAPE, "--dry-run")
+    assert "in_cache" in said.out and " s a configuration" in said.err
 
 
 def test_a_corrupt_user_cache_is_set_aside_with_one_line(run: Run, own_cache: Path) -> None:

@@ -168,3 +168,32 @@ def test_the_best_of_the_nearest_tuned_shape_come_before_what_no_one_knows() -> 
         places = [place for _, place in order(search, {"seeded": Measurement.from_samples([1.0], 0.0, {})})]
     assert places[:5] == [0, 7, 2, 9, 11], "untuned, seeds, then three of m = 64"
     assert sorted(places) == list(range(12))
+
+
+def test_a_search_ends_when_many_in_a_row_were_no_faster_beyond_noise() -> None:
+    problem, device = Problem("gram", 1, 8, 8, 8, "float32", "float32"), fingerprint("cpu")
+    times = iter([10.0, 12.0, 9.0, 9.5, 8.95, *[20.0] * 20])  # 8.95 is no improvement over 9
+    with Store.open("sqlite://") as store:
+        search = problem_search(problem, [spec("")], device, store, 12, 0, patience=4)
+        assert search.planned == 12
+        measured, candidates = 0, search.seeds()
+        while candidates:
+            search.observe(candidates[0], Measurement.from_samples([next(times)], 0.0, {}))
+            measured += 1
+            found = search.propose()
+            candidates = [found] if found else []
+        assert measured == 3 + 4 and search.planned == 0
+
+
+def test_trials_go_where_the_model_spends_its_time() -> None:
+    problems, device = [Problem("gram", 1, m, m, 8, "float32", "float32") for m in (8, 16)], fingerprint("cpu")
+    with Store.open("sqlite://") as store:
+        searches = [
+            problem_search(problem, [spec("")], device, store, 12, 0, launches=launches)
+            for problem, launches in zip(problems, (1, 3), strict=True)
+        ]
+        schedule, counts = Schedule(searches), dict.fromkeys(searches, 0)
+        while sum(counts.values()) < 12 and (candidate := schedule.next()) is not None:
+            candidate.search.observe(candidate, Measurement.from_samples([10.0], 0.0, {}))
+            counts[candidate.search] += 1
+    assert list(counts.values()) == [3, 9]
