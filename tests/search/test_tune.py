@@ -130,7 +130,7 @@ def test_failures_are_kept_and_the_second_run_measures_nothing(misbehaving: None
 PLANTED = {  # how each of its configurations ends, and how many there are
     "bad_ragged": ("wrong_result", 11), "bad_half": ("wrong_result", 11), "bad_infinite": ("wrong_result", 11),
     "bad_memory": ("launch_error", 11), "bad_nan": ("wrong_result", 1), "bad_compile": ("compile_error", 1),
-    "bad_crash": ("crashed", 1), "bad_zero": ("crashed", 1), "bad_address": ("crashed", 1), "bad_loop": ("timeout", 1),
+    "bad_crash": ("crashed", 1), "bad_zero": ("crashed", 1), "bad_address": ("crashed", 1), "bad_hang": ("timeout", 1),
 }
 
 
@@ -313,6 +313,7 @@ def test_what_a_step_launches_at_a_chains_ends_is_tuned_once(monkeypatch: pytest
         (recipe,) = report.recipes
         assert recipe.timed and first_launch(BATCH[0], "float32") in {pick.problem for pick in recipe.picks}
         assert all(first_launch(each.group, "float32") == each.picks[-1].problem for each in events.chains)
+        quiet(store)
         again = tune(BATCH, store, ONLY_LIBRARY, second := Recorder())
         assert (again.measured, again.reused, second.tried) == (0, report.measured, []) and again.complete
         assert second.chains == [] and again.recipes == [recipe]
