@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 LIBRARY = "libnvidia-ml.so.1"  # comes with the driver; called by its C interface, so no Python package is needed
+REASONS, OLD_REASONS = "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
 CLOCK_SM, TEMPERATURE_GPU = 1, 0  # nvml.h: nvmlClockType_t, nvmlTemperatureSensors_t
 THROTTLE_REASONS = {  # nvml.h: nvmlClocksEventReason*; bit 0, an idle GPU, is no reason
     0x2: "application clocks", 0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost", 0x20: "thermal",
@@ -48,7 +49,7 @@ class Clocks:
             return None
         properties: Any = torch.cuda.get_device_properties(torch.device(device).index or 0)
         uuid = getattr(properties, "uuid", None)
-        return None if uuid is None else cls.by_uuid(f"GPU-{uuid}")
+        return None if uuid is None else cls.by_uuid(f"GPU-{str(uuid).removeprefix('GPU-')}")
 
     @classmethod
     def by_uuid(cls, uuid: str, library: str = LIBRARY) -> Clocks | None:
@@ -66,10 +67,11 @@ class Clocks:
         """The GPU now; None where NVML answers with an error."""
         mhz, celsius, reasons = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
         try:
+            read_reasons = getattr(self._nvml, REASONS, None) or getattr(self._nvml, OLD_REASONS)
             failed = (
                 self._nvml.nvmlDeviceGetClockInfo(self._handle, CLOCK_SM, ctypes.byref(mhz))
                 or self._nvml.nvmlDeviceGetTemperature(self._handle, TEMPERATURE_GPU, ctypes.byref(celsius))
-                or self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle, ctypes.byref(reasons))
+                or read_reasons(self._handle, ctypes.byref(reasons))
             )
         except AttributeError:
             return None
