@@ -112,10 +112,19 @@ class Finals:
         return None
 
     def keep(self, race: Race, outcome: Outcome, provenance: dict[str, Any]) -> bool:
-        """Keep how a race ended; whether it decided. Where an entrant took the process along, that is kept and the
-        others race again."""
+        """Keep how a race ended; whether it decided. One that other processes disturbed does not: its times count as
+        those of any disturbed timing. Where an entrant took the process along, that is kept and the others race again.
+        """
+        decides = False
         if isinstance(outcome, RaceResult):
             results = _placed(race, outcome)
+            disturbed = [pair for pair in results if pair[1].ok and pair[1].disturbed]
+            decides = not disturbed and any(measurement.ok for _, measurement in results)
+            for contender, measurement in disturbed:
+                plain = {name: value for name, value in measurement.resources.items() if name != "race"}
+                entry = contender.entry
+                self._store.record(entry.key, entry.config, replace(measurement, resources=plain), provenance)
+            results = [pair for pair in results if pair not in disturbed]
         else:
             culprit = outcome.resources.get("entrant")
             if culprit is None:
@@ -128,7 +137,7 @@ class Finals:
             [(each.entry.key, each.entry.config, measurement) for each, measurement in results], provenance
         )
         race.search.refresh(self._store)
-        return isinstance(outcome, RaceResult)
+        return decides
 
 
 def job_of(race: Race, device: str, seed: int, prepare_s: float) -> RaceJob:

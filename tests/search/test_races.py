@@ -157,3 +157,12 @@ def test_a_search_that_a_race_has_ended_stays_ended_until_more_trials_are_asked(
     finals.keep(race, RaceResult(tuple(results)), {})
     assert search_of(store, patience=7).planned == 0
     assert search_of(store, trials=41, patience=9).planned > 0
+
+
+def test_a_disturbed_race_decides_nothing_and_is_held_again(store: Store) -> None:
+    noisy = [ok(each, race={"windows": 60, "tied": True}, contended=True) for each in (99.0, 9.0)]
+    search, decided = race_of(store, *noisy, Measurement("crashed"))
+    assert not decided and search.statuses() == {"ok": 2, "crashed": 1}
+    medians = {each.entry.config.get("place"): each.median_us for each in search.contenders({})}
+    assert medians == {1: 10.0, None: 12.0}, "the screening was not disturbed"
+    assert racing(search_of(store)) == [("many", 1), ("library", None)]
