@@ -19,8 +19,8 @@ from dmuon_tune.problem import EPILOGUES, LAYOUTS, Problem
 from dmuon_tune.recipe import default_dtype
 from dmuon_tune.search import TuneOptions, terminal_progress
 from dmuon_tune.search.record import records
+from dmuon_tune.search.run import Run
 from dmuon_tune.search.schedule import problem_search
-from dmuon_tune.search.tuner import Run
 
 
 def arguments() -> argparse.Namespace:

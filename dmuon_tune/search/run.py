@@ -36,7 +36,7 @@ from .shares import chains_share_s, races_share_s
 logger = getLogger(__name__)
 VALIDATION = "float64 reference on random inputs, poisoned and guarded outputs, two runs bit-equal"
 CHAIN_VALIDATION = "polar error against float64 near the plain form's, outputs full of NaN before, two runs bit-equal"
-RETIMINGS_MOST_S = 10.0  # of a run, for timings that other processes disturbed
+RETIMINGS_MOST_S = 5.0  # of a run, for timings that other processes disturbed
 PRODUCTS_GRACE = 0.25  # of the chains' share, which products under way may still take
 BUDGET_GRACE_S = 10.0  # what is under way when the budget ends may still finish
 

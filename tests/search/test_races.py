@@ -53,7 +53,7 @@ def store() -> Iterator[Store]:
 
 
 def search_of(store: Store, trials: int = 40, patience: int | None = None) -> ProblemSearch:
-    return problem_search(PROBLEM, SPECS, CPU, store, trials, 0, patience)
+    return problem_search(PROBLEM, SPECS, CPU, store, trials, 0, patience=patience)
 
 
 def screened(store: Store, library_us: float, *others: Measurement) -> ProblemSearch:
