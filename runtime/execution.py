@@ -19,7 +19,7 @@ from dmuon_tune.kernel_specs.polar_small import input_scale
 
 from .ends import Ends, Launch
 from .plan import GroupPlan
-from .static import Static, Workspace, capturing
+from .static import Constant, Static, Workspace, capturing
 
 ALIGNMENT_BYTES = 16  # of what products read and write
 MAX_WHOLE_GRAPHS = 4  # results that a loop keeps at a time; the caching allocator hands out their addresses in turn
@@ -90,8 +90,7 @@ class GroupChain:
         self._device, self._sizes, self._whole = device, pieces, len(pieces) == 1
         self._gradients, self._momenta = Static(device, torch.int64), Static(device, torch.int64)
         self._small = planned.recipe.form == "small"
-        self._coefficient_values = tuple([value for triple in triples for value in triple])
-        self._coefficients = Static(device, torch.float32, columns=3)
+        self._coefficients = Constant(device, triples)
         self._weights = [Static(device, torch.int64) for _ in pieces]
         self._rates = [Static(device, torch.float32, columns=2) for _ in pieces]
 
@@ -182,7 +181,7 @@ class GroupChain:
             members = weights[part]
             fused = ends.weights.get(size) if members and all(map(_writable, members)) else None
             if self._small:
-                table = self._coefficients.holding(self._coefficient_values)
+                table = self._coefficients.tensor()
                 u, spare = (x, y) if self._whole else (x[part], y[part])
                 last = Last(u, table, spare, (self._norm_factor,))
             else:

@@ -43,6 +43,31 @@ class Static:
         return _lasting(shape, self._dtype, self._device)
 
 
+class Constant:
+    """float32 host values in device memory that nothing writes again, so that graphs of the caller's may rely on it.
+
+    Only a capture that comes before any other use writes a tensor of its own.
+    """
+
+    def __init__(self, device: torch.device, rows: Sequence[tuple[float, ...]]) -> None:
+        self._device, self._rows = device, tuple(rows)
+
+    def tensor(self) -> Tensor:
+        """(rows, columns)."""
+        if capturing(self._device) and (self._device, self._rows) not in _kept:
+            values = [value for row in self._rows for value in row]
+            shape = len(self._rows), len(self._rows[0])
+            return _written(_lasting(shape, torch.float32, self._device), values, in_capture=True)
+        if (self._device, self._rows) not in _kept:
+            with torch.inference_mode(False):
+                _kept[self._device, self._rows] = torch.tensor(self._rows, dtype=torch.float32, device=self._device)
+        return _kept[self._device, self._rows]
+
+
+# Never freed: a graph of the caller's may outlive all else that holds one. Some sixty bytes for each set and device.
+_kept: dict[tuple[torch.device, tuple[tuple[float, ...], ...]], Tensor] = {}
+
+
 def _lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor for all later calls too: one made in inference mode could not be written outside of it."""
     with torch.inference_mode(False):

@@ -23,7 +23,7 @@ from dmuon_tune.runtime.ends import Ends, _with_identity, resolve_ends
 from dmuon_tune.runtime.execution import GroupChain, Momentum
 from dmuon_tune.runtime.plan import GroupPlan
 from dmuon_tune.runtime.resolve import Binding
-from dmuon_tune.runtime.static import Static, Workspace
+from dmuon_tune.runtime.static import Constant, Static, Workspace
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.gpu
@@ -339,3 +339,13 @@ def test_weights_in_the_last_product_on_a_gpu(
         pytest.skip("no kernel updates weights in the last product here")
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_constants_stay_where_they_are() -> None:
+    device, rows = torch.device("cpu"), [(3.4, -4.8, 2.0), (1.5, -0.5, 0.25)]
+    first = Constant(device, rows).tensor()
+    assert first.dtype == torch.float32 and torch.equal(first, torch.tensor(rows))
+    with torch.inference_mode():
+        assert Constant(device, list(rows)).tensor() is first
+        other = Constant(device, rows[:1]).tensor()
+    assert other.shape == (1, 3) and not other.is_inference()
