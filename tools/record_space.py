@@ -21,6 +21,7 @@ from dmuon_tune.search import TuneOptions, terminal_progress
 from dmuon_tune.search.record import records
 from dmuon_tune.search.run import Run
 from dmuon_tune.search.schedule import problem_search
+from dmuon_tune.words import counted
 
 
 def arguments() -> argparse.Namespace:
@@ -55,7 +56,7 @@ def main() -> None:
             run.measure([search])
         (record, *_) = records(store, lambda other, kernel: (other, kernel) == (problem, spec.name))
     missing = search.kernels[0].proposer.unseen
-    print(f"{len(record.rows)} configurations, {record.failures} of them failed; {missing} not measured")
+    print(f"{counted(len(record.rows), 'configuration')}, {record.failures} of them failed; {missing} not measured")
     if args.out:
         record.write(args.out)
 

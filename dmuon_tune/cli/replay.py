@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import UsageError
+from dmuon_tune.words import counted
 
 from . import options
 from .output import note, print_json, say, table
@@ -103,7 +104,8 @@ def _export(found: list[Record], path: str) -> int:
     if len(found) > 1:
         raise UsageError(f"--export writes one record, {len(found)} are chosen; choose with --problem and --kernel")
     found[0].write(path)
-    note(f"{len(found[0].rows)} configurations of {found[0].kernel} for {found[0].problem} are in {path}")
+    rows = counted(len(found[0].rows), "configuration")
+    note(f"{path} holds {rows} of {found[0].kernel} for {found[0].problem}")
     return 0
 
 
