@@ -88,8 +88,8 @@ def require_current(connection: Connection, where: str, version: int = SCHEMA_VE
     _refuse_newer(found, version, where)
     if found < version:
         raise CacheError(
-            f"cache {where} has schema version {found} and is opened read-only, version {version} is needed; "
-            f"a run of dmuon-tune tune --cache {where} brings it up to date"
+            f"cache {where} has schema version {found}, version {version} is read here; the next dmuon-tune tune into it "
+            "brings it up to date, and a copy that none may write must be made again from that"
         )
 
 

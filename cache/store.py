@@ -17,7 +17,7 @@ from sqlalchemy import URL, ColumnElement, Engine, Select, Text, and_, delete, f
 from sqlalchemy.orm import Session
 
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.errors import CacheError
+from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.measurement import Measurement, race_winner
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
@@ -167,7 +167,13 @@ class Store:
     @contextmanager
     def _reading(self) -> Iterator[Session]:
         with translated_errors(self.where), Session(self._engine) as session:
-            yield session
+            try:
+                yield session
+            except (ValueError, TypeError, AttributeError, LookupError, UsageError) as error:
+                reason = (str(error) or repr(error)).splitlines()[0]
+                raise CorruptCacheError(
+                    f"cache {self.where} holds a damaged row ({reason}); delete it and tune again"
+                ) from error
 
     @contextmanager
     def _writing(self) -> Iterator[Session]:
@@ -372,11 +378,17 @@ def _device_ids(device: DeviceFingerprint) -> Select[int]:
 
 
 def _trial(row: TrialRow) -> Trial:
-    return Trial(row.key.sha256, row.config, row.measurement(), row.created_at)
+    return Trial(row.key.sha256, _config(row), row.measurement(), row.created_at)
 
 
 def _entry(row: TrialRow) -> CacheEntry:
-    return CacheEntry(row.key.value(), row.config, row.measurement(), row.validation, row.provenance)
+    return CacheEntry(row.key.value(), _config(row), row.measurement(), row.validation, row.provenance)
+
+
+def _config(row: TrialRow) -> dict[str, Any]:
+    if not isinstance(row.config, dict):
+        raise ValueError(f"a configuration is no {type(row.config).__name__}")
+    return row.config
 
 
 def _measurement_columns(measurement: Measurement) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Measures one kernel's whole space for one product into a cache, and exports it as a record for replay.
 
-    python tools/record_space.py --op gram --shape 1x2048x2048x8192 --kernel gram.triton --cache space.sqlite \
-        --out gram-triton-2048.json.gz
+    python tools/record_space.py --kernel gram.triton --shape 1x2048x2048x8192 --cache space.sqlite --out gram.json.gz
 
 Interrupt it at any time; the same command goes on.
 """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.words import counted
 
 from . import workload
+from .options import ALL_TRIALS
 from .output import microseconds, note, print_json, say, table
 
 if TYPE_CHECKING:
@@ -56,16 +57,17 @@ def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, 
 def _known(place: str | None) -> Store:
     """The cache that a run would go on with, read-only; an empty one where there is none yet."""
     from dmuon_tune.cache import Store, user_cache_path
+    from dmuon_tune.cache.database import locate
 
     where = place or str(user_cache_path())
-    if "://" in where or os.path.exists(where):
-        return Store.open(where, read_only=True)
-    return Store.open("sqlite://")
+    file = locate(where)
+    is_new = isinstance(file, Path) and not file.exists()
+    return Store.open("sqlite://") if is_new else Store.open(where, read_only=True)
 
 
 def _fields(found: TunePlan, chosen: TuneOptions) -> dict[str, Any]:
     return {
-        "trials": chosen.trials,
+        "trials": "all" if chosen.trials == ALL_TRIALS else chosen.trials,
         "budget_s": chosen.budget_s,
         "estimate_s": round(found.estimate_s, 1),
         "pace_s": round(found.pace_s, 3),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from dmuon_tune.errors import DmuonTuneError
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a compiler's log may hold what a terminal obeys
 
 
 class OutputError(DmuonTuneError):
@@ -112,7 +115,7 @@ def warn(text: str) -> None:
 
 
 def _text(cell: Any) -> str:
-    return "-" if cell is None else str(cell)
+    return "-" if cell is None else CONTROL.sub(" ", str(cell))
 
 
 class LogLines(logging.Handler):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import UsageError
@@ -49,7 +51,7 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from dmuon_tune.search.replay import plot, replay
 
-    plt = _pyplot() if args.plot else None
+    plt = _pyplot(Path(args.plot)) if args.plot else None
     found = _records(args)
     if args.export:
         return _export(found, args.export)
@@ -64,14 +66,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pyplot() -> Any:
+def _pyplot(path: Path) -> Any:
+    """matplotlib.pyplot, where it can write ``path``: said before the replay rather than after it."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
         raise UsageError("--plot needs matplotlib; run: pip install 'dmuon-tune[report]'") from error
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib.backend_bases import FigureCanvasBase
 
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in kinds:
+        raise UsageError(f"--plot {path}: the name must end in one of {', '.join(kinds)}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--plot {path} cannot be written; name a file in a writable folder")
     return plt
 
 

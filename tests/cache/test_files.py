@@ -7,6 +7,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def test_an_older_schema_is_migrated_in_one_transaction(tmp_path: Path, key: Tun
         3: lambda connection: connection.execute(text("ALTER TABLE dmuon_trials ADD COLUMN energy_j FLOAT")),
         4: lambda connection: connection.execute(text("UPDATE dmuon_trials SET energy_j = 1.5")),
     }
-    with engine.connect() as connection, pytest.raises(CacheError, match="schema version 3 and is opened read-only"):
+    with engine.connect() as connection, pytest.raises(CacheError, match="schema version 3.*brings it up to date"):
         require_current(connection, str(path), version=5)
     with engine.begin() as connection:
         prepare(connection, str(path), version=5, migrations=steps)
@@ -237,7 +238,7 @@ def test_version_1_becomes_the_current_schema_and_keeps_its_recipes(tmp_path: Pa
     current = schema(path)
     as_version_1(path)
     assert schema(path) != current
-    with pytest.raises(CacheError, match="schema version 1 and is opened read-only.*tune --cache") as caught:
+    with pytest.raises(CacheError, match="schema version 1 .*dmuon-tune tune.*brings it up to date") as caught:
         Store.open(path, read_only=True)
     assert_one_useful_line(caught.value, path)
     with Store.open(path) as store:
@@ -401,3 +402,24 @@ def test_no_warning_for_a_sound_user_cache(
             with Store.open_user(environ=environ) as store:
                 store.record(key, {}, ok(1.0), {})
     assert caplog.messages == [] and (tmp_path / "new" / "folder" / "cache.sqlite").is_file()
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("trials", "samples", "x"), ("trials", "config", "[]"), ("trials", "status", "crash"),
+        ("trials", "status", "crashed"), ("problems", "epilogue", "zz"), ("problems", "m", "-3"),
+        ("recipes", "picks", "zz"),
+    ],
+)
+def test_a_damaged_row_is_told_with_its_cache(
+    table: str, column: str, value: str, key: TuningKey, ok: Callable[..., Measurement], tmp_path: Path
+) -> None:
+    path = tmp_path / "cache.sqlite"
+    with Store.open(path) as store:
+        store.record(key, {"tile_m": 1}, ok(1.0), {})
+        store.put_recipe(key.device, Recipe(Group(1, 8, 8), "plain", "float32", cost_us=1.0))
+    with closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute(f"UPDATE dmuon_{table} SET {column} = ?", (value,))
+    with Store.open(path, read_only=True) as store, pytest.raises(CacheError, match=f"{path} holds a damaged row"):
+        store.recipes() if table == "recipes" else store.all_trials()
