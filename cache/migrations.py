@@ -88,8 +88,8 @@ def require_current(connection: Connection, where: str, version: int = SCHEMA_VE
     _refuse_newer(found, version, where)
     if found < version:
         raise CacheError(
-            f"cache {where} has schema version {found}, version {version} is read here; the next dmuon-tune tune into it "
-            "brings it up to date, and a copy that none may write must be made again from that"
+            f"cache {where} has schema version {found}, version {version} is read here; the next dmuon-tune tune into "
+            "it brings it up to date, and a copy that none may write must be made again from that"
         )
 
 
