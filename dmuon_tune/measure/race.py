@@ -120,13 +120,29 @@ def _timed(lanes: dict[int, _Lane], job: RaceJob, alive: Callable[[], None]) -> 
     clock = clocks.read() if clocks else None
     shared: dict[str, Any] = {("contended" if on_cpu else "clock_moved"): True} if disturbed else {}
     shared |= {"clock": clock.to_dict()} if clock else {}
-    found = {}
+    found, times = {}, paired(rounds)
     for place, lane in lanes.items():
-        samples = [each[place] for each in rounds if place in each]
+        samples = times[place]
         record = {"windows": len(samples), "tied": place in tied}
         resources = {**lane.resources, "launches_per_window": lane.launches, "race": record, **shared}
         found[place] = Measurement.from_samples(samples, lane.max_rel_err, resources)
     return found
+
+
+def paired(rounds: list[Round]) -> dict[int, list[float]]:
+    """Each entrant's times, microseconds, as if it had run whenever the fastest of those in every round did.
+
+    One that was dropped early has windows of those moments alone: on a card that slows down meanwhile its own median
+    would be below that of the one it lost to.
+    """
+    lasting = set.intersection(*map(set, rounds))
+    medians = {place: median(each[place] for each in rounds) for place in lasting}
+    fastest = min(lasting, key=lambda place: (medians[place], place))
+    return {
+        place: [each[place] if place == fastest else each[place] / each[fastest] * medians[fastest]
+                for each in rounds if place in each]
+        for place in set().union(*rounds)
+    }
 
 
 RunRound = Callable[[list[int]], tuple[Round, bool]]  # entrants in order → their times, whether nothing disturbed them

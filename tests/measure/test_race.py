@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from typing import Any
 
 import pytest
@@ -54,6 +55,14 @@ def test_only_what_is_slower_beyond_noise_is_dropped() -> None:
     assert race.standing(rounds_of(times), {0, 1, 2, 3}) == ({0, 2, 3}, {0, 2, 3})
     del times[2]
     assert race.standing(rounds_of(times), {0, 1, 3}) == ({0}, {0, 3})
+
+
+@given(st.lists(st.floats(50.0, 200.0), min_size=9, max_size=30), st.floats(1.02, 3.0), st.integers(8, 20))
+def test_what_was_dropped_stays_slower_than_what_it_lost_to(drift: list[float], factor: float, left: int) -> None:
+    rounds = [{0: each, 1: each * factor} if turn < left else {0: each} for turn, each in enumerate(drift)]
+    times = race.paired(rounds)
+    assert times[0] == drift and len(times[1]) == min(left, len(drift))
+    assert statistics.median(times[1]) == pytest.approx(factor * statistics.median(drift))
 
 
 @pytest.mark.parametrize("disturbed", [0, 3, 1000])
