@@ -130,16 +130,17 @@ def _timed(lanes: dict[int, _Lane], job: RaceJob, alive: Callable[[], None]) -> 
 
 
 def paired(rounds: list[Round]) -> dict[int, list[float]]:
-    """Each entrant's times, microseconds, as if it had run whenever the fastest of those in every round did.
+    """Each entrant's times, microseconds: its own, or, of one that was dropped, no less than its ratios to the fastest
+    make of the fastest's median.
 
-    One that was dropped early has windows of those moments alone: on a card that slows down meanwhile its own median
-    would be below that of the one it lost to.
+    What was dropped early has windows of those moments alone: on a card that slows down meanwhile its own median would
+    be below that of the one it lost to.
     """
     lasting = set.intersection(*map(set, rounds))
     medians = {place: median(each[place] for each in rounds) for place in lasting}
     fastest = min(lasting, key=lambda place: (medians[place], place))
     return {
-        place: [each[place] if place == fastest else each[place] / each[fastest] * medians[fastest]
+        place: [each[place] if place in lasting else max(each[place], each[place] / each[fastest] * medians[fastest])
                 for each in rounds if place in each]
         for place in set().union(*rounds)
     }

@@ -61,8 +61,12 @@ def test_only_what_is_slower_beyond_noise_is_dropped() -> None:
 def test_what_was_dropped_stays_slower_than_what_it_lost_to(drift: list[float], factor: float, left: int) -> None:
     rounds = [{0: each, 1: each * factor} if turn < left else {0: each} for turn, each in enumerate(drift)]
     times = race.paired(rounds)
-    assert times[0] == drift and len(times[1]) == min(left, len(drift))
-    assert statistics.median(times[1]) == pytest.approx(factor * statistics.median(drift))
+    own = [each[1] for each in rounds if 1 in each]
+    assert times[0] == drift and len(times[1]) == len(own) == min(left, len(drift))
+    assert all(time >= each for time, each in zip(times[1], own, strict=True)), "never below what was measured"
+    assert statistics.median(times[1]) > 0.999 * factor * statistics.median(drift)
+    if left >= len(drift):
+        assert times[1] == own
 
 
 @pytest.mark.parametrize("disturbed", [0, 3, 1000])
@@ -90,8 +94,8 @@ def test_a_race_times_what_is_right_and_says_how_the_others_failed(test_kernels:
     assert statuses == ["ok", "ok", "compile_error", "wrong_result", "launch_error", "ok"]
     slow = outcome.measurements[-1]
     fast = [found for found in outcome.measurements[:2] if found is not None]
-    assert slow is not None and not slow.resources["race"]["tied"]
-    assert (slow.median_us or 0) > 2 * min(found.median_us or 0 for found in fast)
+    assert slow is not None and not slow.resources["race"]["tied"] and (slow.median_us or 0) > 3000
+    assert (slow.median_us or 0) > min(found.median_us or 0 for found in fast)
     assert any(found.resources["race"]["tied"] for found in fast)
     assert all(found.resources["race"]["windows"] == len(found.samples) >= race.FEWEST_ROUNDS for found in fast)
 
