@@ -1,4 +1,4 @@
-"""Runs one recipe's chain: the Gram or the plain form of Newton–Schulz, product by product, or all in one launch."""
+"""Runs one recipe's chain: the Gram form of Newton–Schulz or the plain one, by products, by spans or in one launch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from dmuon_tune import recipe
+from dmuon_tune.kernel_specs import gram_span
 from dmuon_tune.kernel_specs.polar_small import input_scale
+from dmuon_tune.spec import Argument
 
-SQUARES = {"gram": 4, "plain": 2, "small": 0}  # (batch, m, m) buffers that a form needs
+SQUARES = {"gram": 4, "plain": 2, "small": 0, "span": 2}  # (batch, m, m) buffers that pass between a form's launches
 
 Launch = Callable[..., Any]
 Launches = Mapping[tuple[str, str], Launch]  # by (op, epilogue)
@@ -35,30 +38,62 @@ class Ending:
     out: Tensor
 
 
+def work(form: str, batch: int, m: int, dtype: str) -> list[Argument]:
+    """The buffers that a form works on, for pieces of up to ``batch`` matrices: its squares, and a span's own work."""
+    squares = [Argument(f"s{place}", "scratch", (batch, m, m), dtype) for place in range(SQUARES[form])]
+    own = gram_span.arguments(recipe.span(batch, m, dtype, steps=1)) if form == "span" else ()
+    return squares + [argument for argument in own if argument.role in ("scratch", "zeros")]
+
+
+def cut(buffers: Sequence[Tensor], size: int, most: int) -> list[Tensor]:
+    """Contiguous views of :func:`work` buffers, made for ``most`` matrices, for ``size`` of them."""
+    if size == most:
+        return list(buffers)
+    flat = [buffer.view(-1)[: buffer.numel() // most * size] for buffer in buffers]
+    return [
+        part if buffer.ndim == 1 else part.view(*buffer.shape[:-3], size, *buffer.shape[-2:])
+        for part, buffer in zip(flat, buffers, strict=True)
+    ]
+
+
+def tables(form: str, triples: Sequence[Triple], restarts: Sequence[int], m: int) -> list[tuple[Triple, ...]]:
+    """The coefficients that launches read from device memory, float32 (steps, 3) each, in order.
+
+    Form ``small``: all of them. Form ``span``: those of each span, the first one's for scale²·R, as X is held.
+    """
+    if form != "span":
+        return [tuple(triples)] if form == "small" else []
+    found: list[tuple[Triple, ...]] = []
+    start, scale = 0, input_scale(m)
+    for length in recipe.spans(len(triples), restarts):
+        found.append(tuple((a, b / scale**2, c / scale**4) for a, b, c in triples[start : start + length]))
+        start, scale = start + length, 1.0
+    return found
+
+
 def run_pieces(
     form: str, launches: Mapping[int, Launches], pieces: Sequence[int], x: Tensor, y: Tensor,
-    squares: Sequence[Tensor], triples: Sequence[Triple], restarts: Sequence[int], coefficients: Tensor | None = None,
+    buffers: Sequence[Tensor], triples: Sequence[Triple], restarts: Sequence[int], coefficients: Sequence[Tensor] = (),
     norm_factor: float = 1.0, ending: Ending | None = None,
 ) -> Tensor:
     """Orthogonalize ``x`` = ``input_scale(m)``·X, (batch, rows, cols), in place; returns x or y, which holds it, or the
     ``out`` of ``ending``.
 
     Consecutive pieces of the batch, ``pieces`` matrices each, run one after another with the launches of their size.
-    ``y`` is another buffer of x's shape and dtype, ``squares`` are ``SQUARES[form]`` buffers (largest piece, m, m). In
-    place of the triples form ``small`` reads ``coefficients``, a float32 tensor (steps, 3) on x's device, and
-    ``norm_factor``, because it normalizes x, of any scale, itself.
+    ``y`` is another buffer of x's shape and dtype, ``buffers`` are those of :func:`work` for the largest piece,
+    ``coefficients`` those of :func:`tables` on x's device. Form ``small`` normalizes x, of any scale, itself, by
+    ``norm_factor``.
     """
     start, result = 0, y
     for size in pieces:
         part = slice(start, start + size)
         if form == "small":
-            assert coefficients is not None
             (launch,) = launches[size].values()
-            last = Last(x[part], coefficients, y[part], (norm_factor,))
+            last = Last(x[part], coefficients[0], y[part], (norm_factor,))
         else:
             launch = launches[size][last_product(form)]
-            some = [square[:size] for square in squares]
-            last = all_but_last(form, launches[size], x[part], y[part], some, triples, restarts)
+            some = cut(buffers, size, max(pieces))
+            last = all_but_last(form, launches[size], x[part], y[part], some, triples, restarts, coefficients)
         if ending is None:
             launch(last.q, last.x, last.out, *last.scalars)
             result = x if last.out.data_ptr() == x[part].data_ptr() else y
@@ -75,18 +110,20 @@ def last_product(form: str) -> tuple[str, str]:
 
 
 def all_but_last(
-    form: str, launches: Launches, x: Tensor, y: Tensor, squares: Sequence[Tensor], triples: Sequence[Triple],
-    restarts: Sequence[int], with_identity: Launch | None = None,
+    form: str, launches: Launches, x: Tensor, y: Tensor, buffers: Sequence[Tensor], triples: Sequence[Triple],
+    restarts: Sequence[int], coefficients: Sequence[Tensor] = (), with_identity: Launch | None = None,
 ) -> Last:
-    """One piece up to its last product, which is returned.
+    """One piece up to its last product, which is returned; ``buffers`` and ``coefficients`` as for :func:`run_pieces`.
 
     ``with_identity``, ``gemm_symmetric`` with epilogue ``ci``, makes the plain form's last product αQX as the Gram
     form's is: of Q = Z + aI.
     """
-    scale = input_scale(squares[0].shape[-1])
+    scale = input_scale(buffers[0].shape[-1])
     if form == "plain":
-        return _plain(launches, x, y, squares, triples, scale, with_identity)
-    return _gram(launches, x, y, squares, triples, restarts, scale)
+        return _plain(launches, x, y, buffers, triples, scale, with_identity)
+    if form == "span":
+        return _spans(launches, x, y, buffers, coefficients, scale)
+    return _gram(launches, x, y, buffers, triples, restarts, scale)
 
 
 def _gram(
@@ -115,6 +152,21 @@ def _gram(
         else:
             symmetric(q, z, q, s, 1.0, a)
             q, s = s, q
+    return Last(q, x, y, (1.0 / scale,))
+
+
+def _spans(
+    launches: Launches, x: Tensor, y: Tensor, buffers: Sequence[Tensor], coefficients: Sequence[Tensor], scale: float
+) -> Last:
+    """As :func:`_gram`, the scale taken out of the first span's coefficients."""
+    gram, apply = launches["gram", "none"], launches["apply", "none"]
+    r, q, *own = buffers
+    for place, table in enumerate(coefficients):
+        if place:
+            apply(q, x, y, 1.0 / scale)
+            x, y, scale = y, x, 1.0
+        gram(x, r, 1.0)
+        launches["gram_span", f"s{len(table)}"](r, table, q, *own)
     return Last(q, x, y, (1.0 / scale,))
 
 

@@ -30,8 +30,8 @@ class Problem:
     ``row`` stores an m×k operand as (m, k), ``col`` stores it as (k, m), which is how a tall weight already lies in
     memory, so it is never copied to transpose it. ``epilogue`` names what is added to the product: ``c`` a β·C term,
     ``i`` a γ·I term, ``ci`` both; the fused ops have others: ``w`` (the weight's update), ``m`` and ``n`` (momentum,
-    Nesterov), ``s5r2`` (5 steps, a restart before step 2). Accumulation is always fp32. What the axes mean is stated by
-    each op's file.
+    Nesterov), ``s3`` (3 steps), ``s5r2`` (5 steps, a restart before step 2). Accumulation is always fp32. What the axes
+    mean is stated by each op's file.
     """
 
     op: str

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from .problem import Problem
 
-Form = Literal["gram", "plain", "small"]
+Form = Literal["gram", "plain", "small", "span"]
 FORMS: tuple[str, ...] = get_args(Form)
 MAX_BATCH_ELEMENTS = 2**28  # 512 MiB of fp16 a buffer: larger batches gain no speed and double the memory
 WEIGHTS_DTYPE = "bfloat16"  # which most models are trained in
@@ -155,8 +156,8 @@ def chain(
     S = RZ + aR, R ← SZ + aS (both skipped where R isn't needed again), Q ← QZ + aQ (at the first step and after a
     restart Q = Z + aI, a is added to Z's diagonal in place); before a restart step X ← QX, R = XXᵀ; last X ← QX.
     ``restarts`` holds the steps (counted from 0) before which to restart. Folding aI into P = Z + aI for all products
-    would round R's small eigenvalues at the size of a: in fp16 twice the error on ill-conditioned input. Small form:
-    all of it in one launch.
+    would round R's small eigenvalues at the size of a: in fp16 twice the error on ill-conditioned input. Span form: the
+    same, the steps between two restarts (:func:`spans`) in one launch from R to Q. Small form: all of it in one launch.
     """
     b, m, n, layout = group.batch, group.m, group.n, group.layout
 
@@ -171,10 +172,24 @@ def chain(
     gram = Problem("gram", b, m, m, n, dtype, dtype, layout)
     if form == "plain":
         return {gram: steps, symmetric("c"): steps, apply("c"): steps}
-    begins = {0, *restarts}
-    spans = len([step for step in begins if step < steps])
+    lengths = spans(steps, restarts)
+    count = len(lengths)
+    if form == "span":
+        whole = {span(b, m, dtype, length): times for length, times in Counter(lengths).items()}
+        return {gram: count, **whole, apply("none"): count}
     # Every step has its Z; all but a span's first have Q ← QZ + aQ, and all but its last S and R.
-    return {gram: spans, symmetric("c"): steps + 3 * (steps - spans), apply("none"): spans}
+    return {gram: count, symmetric("c"): steps + 3 * (steps - count), apply("none"): count}
+
+
+def spans(steps: int, restarts: Iterable[int]) -> tuple[int, ...]:
+    """How many steps the Gram form takes from each R = XXᵀ, in order; their sum is ``steps``."""
+    begins = sorted({0, *(step for step in restarts if step < steps)})
+    return tuple(end - begin for begin, end in pairwise([*begins, steps]))
+
+
+def span(batch: int, m: int, dtype: str, steps: int) -> Problem:
+    """The launch of so many steps from R to Q."""
+    return Problem("gram_span", batch, m, m, m, dtype, dtype, "row", f"s{steps}")
 
 
 def ends(
@@ -219,10 +234,10 @@ def schedule(steps: int, restarts: Iterable[int]) -> str:
 
 def forms(group: Group, dtype: str) -> tuple[str, ...]:
     """The forms worth comparing: the Gram form always; the plain form near square, where FLOPs are equal, and in bf16,
-    where the Gram form may lose too much; the small form, whose arithmetic is fp16, for 16-bit chains (only where a
-    kernel serves it, which its kernels say)."""
+    where the Gram form may lose too much; for 16-bit chains the small form, whose arithmetic is fp16, and the span form
+    (each only where a kernel serves it, which its kernels say)."""
     plain = ("plain",) if group.n < 2 * group.m or dtype == "bfloat16" else ()
-    return ("gram", *plain, *(() if dtype == "float32" else ("small",)))
+    return ("gram", *plain, *(() if dtype == "float32" else ("small", "span")))
 
 
 def default_dtype(device_kind: str) -> str:

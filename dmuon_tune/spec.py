@@ -18,15 +18,18 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an op's launch: a tensor (``input``, ``output`` or, updated in place, ``inout``) with its stored
-    shape, or a ``scalar``.
+    """One argument of an op's launch: a tensor with its stored shape, or a ``scalar``.
+
+    Its ``role`` says what a launch does with it: an ``input`` is read, an ``output`` written, an ``inout`` one updated in
+    place. What ``scratch`` holds means nothing, before and after. ``zeros`` are zero before the first launch that gets
+    them and again after each: counters at which blocks wait for each other.
 
     A ``shared`` tensor is one for the whole batch and has no batch axis. Of a ``separate`` one each matrix, contiguous,
     lies at an address of its own: the launch gets these addresses, an int64 tensor (batch,) on the same device.
     """
 
     name: str
-    role: Literal["input", "output", "inout", "scalar"]
+    role: Literal["input", "output", "inout", "scratch", "zeros", "scalar"]
     shape: tuple[int, ...] = ()
     dtype: str = ""
     shared: bool = False
@@ -41,9 +44,9 @@ class OpSpec:
     Python floats. ``reference`` takes the same inputs and scalars (no output) and returns in float64 what is written: a
     tensor, or of several (``inout`` and ``output``, in order) a tuple. ``make_inputs(problem, device, seed)`` returns
     the ``input`` and ``inout`` tensors in order, each with its batch axis. ``flops`` counts a symmetric result once;
-    ``bytes_moved`` reads each input and writes each output once. ``tolerance`` is the accepted error where it is not
-    that of a single product. Which products a matrix's orthogonalization needs is :func:`dmuon_tune.recipe.chain`'s to
-    say.
+    ``bytes_moved`` reads each input and writes each output once, and counts no scratch. ``tolerance`` is the accepted
+    error where it is not that of a single product, one for all problems or by problem. Which products a matrix's
+    orthogonalization needs is :func:`dmuon_tune.recipe.chain`'s to say.
     """
 
     name: str
@@ -54,7 +57,7 @@ class OpSpec:
     flops: Callable[[Problem], int]
     bytes_moved: Callable[[Problem], int]
     symmetric_output: bool = False
-    tolerance: float | None = None
+    tolerance: float | Callable[[Problem], float] | None = None
 
 
 def never_illegal(problem: Problem, config: Any, device: DeviceFingerprint) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -49,14 +51,32 @@ def commuting_symmetric(problem: Problem, count: int, device: str, seed: int) ->
     """
     batch, m = problem.batch, problem.m
     rng = generator(device, seed)
-    signs = torch.randint(0, 2, (m,), device=device, generator=rng) * 2 - 1
-    order = torch.randperm(m, device=device, generator=rng)
-    distance = (order[:, None] - order[None, :]) % m
-    distance = torch.minimum(distance, m - distance)
+    place = _circulants(m, device, rng)
     matrices = []
     for _ in range(count):
         row = torch.randn(batch, m // 2 + 1, device=device, generator=rng, dtype=torch.float64)
         full = row[:, torch.minimum(torch.arange(m, device=device), m - torch.arange(m, device=device))]
-        row = (row / torch.fft.fft(full).abs().amax(-1, keepdim=True)).to(torch_dtype(problem.dtype))
-        matrices.append(row[:, distance] * (signs[:, None] * signs[None, :]).to(row.dtype))
+        row = row / torch.fft.fft(full).abs().amax(-1, keepdim=True)
+        matrices.append(place(row.to(torch_dtype(problem.dtype))))
     return matrices
+
+
+def like_gram(problem: Problem, device: str, rng: torch.Generator) -> Tensor:
+    """A batch of m×m symmetric matrices with eigenvalues σ², σ uniform in (0.1, 1); exactly symmetric.
+
+    Circulants, as in :func:`commuting_symmetric`: what a recurrence makes of one stays one when it is rounded.
+    """
+    batch, m = problem.batch, problem.m
+    place = _circulants(m, device, rng)
+    singular = 0.1 + 0.9 * torch.rand(batch, m // 2 + 1, device=device, generator=rng, dtype=torch.float64)
+    rows = torch.fft.irfft(singular**2, n=m)[:, : m // 2 + 1]
+    return place(rows.to(torch_dtype(problem.dtype)))
+
+
+def _circulants(m: int, device: str, rng: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """Rows (batch, m // 2 + 1) → symmetric circulants (batch, m, m), their axes permuted and signed at random."""
+    signs = torch.randint(0, 2, (m,), device=device, generator=rng) * 2 - 1
+    order = torch.randperm(m, device=device, generator=rng)
+    distance = (order[:, None] - order[None, :]) % m
+    distance = torch.minimum(distance, m - distance)
+    return lambda row: row[:, distance] * (signs[:, None] * signs[None, :]).to(row.dtype)

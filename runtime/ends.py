@@ -55,7 +55,7 @@ def resolve_ends(
             continue
         if recipe.form == "plain":
             with_identity[size] = _with_identity(planned.bound(size, "gemm_symmetric", "c"), resolver)
-        if recipe.form == "gram" or with_identity[size]:
+        if recipe.form != "plain" or with_identity[size]:
             weights[size] = resolver.bind_end(replace(written, epilogue="w"), like)
     first = None
     if resolver.device.kind == "cuda" and source in DTYPES:

@@ -57,7 +57,7 @@ class _Piece:
 # What a graph is of: a piece (a whole chain's is of its result's address), and those launches at its ends that not all
 # graphs of it have.
 _Key = tuple[int, Launch | None, Launch | None]
-_Buffers = tuple[Tensor, Tensor, list[Tensor]]  # X, Y and the squares
+_Buffers = tuple[Tensor, Tensor, list[Tensor], list[Tensor]]  # X, Y, those of chains.work and of chains.tables
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,15 @@ class GroupChain:
         self._replays: dict[_Key, _Replay] = {}
         self._recent: deque[_Key] = deque(maxlen=2 * MAX_WHOLE_GRAPHS)
         self._wholes: dict[_Key, _Replay] = {}
-        self._buffers: tuple[int, Tensor, Tensor, list[Tensor]] | None = None
+        self._buffers: tuple[int, _Buffers] | None = None  # of the workspace's version
         device, pieces = workspace.device, planned.recipe.pieces
         self._device, self._sizes, self._whole = device, pieces, len(pieces) == 1
         self._gradients, self._momenta = Static(device, torch.int64), Static(device, torch.int64)
-        self._small = planned.recipe.form == "small"
-        self._coefficients = Constant(device, triples)
+        recipe = planned.recipe
+        self._small = recipe.form == "small"
+        tables = chains.tables(recipe.form, triples, recipe.restarts, recipe.group.m)
+        self._coefficients = [Constant(device, rows) for rows in tables]
+        self._work_of = chains.work(recipe.form, max(pieces), recipe.group.m, recipe.dtype)
         self._weights = [Static(device, torch.int64) for _ in pieces]
         self._rates = [Static(device, torch.float32, columns=2) for _ in pieces]
 
@@ -119,13 +122,13 @@ class GroupChain:
             return None
         if ends.first is None or len(self._wholes) == MAX_WHOLE_GRAPHS or not _writable(out):
             return None
-        x, y, squares = self._work(self._workspace)
-        first = self._first(matrices, GIVEN, ends, x)
+        buffers = self._work(self._workspace)
+        first = self._first(matrices, GIVEN, ends, buffers[0])
         part = slice(0, self._sizes[0])
 
         def launched() -> Last:
             first()
-            last = self._all_but_last(part, (x, y, squares))
+            last = self._all_but_last(part, buffers)
             self._write(_Piece(0, part, self._sizes[0], last, False), ends, out, self._workspace)
             return last
 
@@ -167,9 +170,10 @@ class GroupChain:
         those to be updated, where they can be in the last product."""
         direct = False
         if self._small and momentum.mode == "none" and isinstance(matrices, Tensor) and self._reads(matrices, ends):
-            direct, x, y, squares = True, matrices, matrices, list[Tensor]()
+            direct, buffers = True, (matrices, matrices, list[Tensor](), self._tables())
         else:
-            x, y, squares = self._work(workspace)
+            buffers = self._work(workspace)
+        x, y, _, tables = buffers
         first = None if direct else self._first(matrices, momentum, ends, x)
         if first is not None and (self._small or momentum.mode != "none" or ends.first is None):
             first()
@@ -181,13 +185,12 @@ class GroupChain:
             members = weights[part]
             fused = ends.weights.get(size) if members and all(map(_writable, members)) else None
             if self._small:
-                table = self._coefficients.tensor()
                 u, spare = (x, y) if self._whole else (x[part], y[part])
-                last = Last(u, table, spare, (self._norm_factor,))
+                last = Last(u, tables[0], spare, (self._norm_factor,))
             else:
                 with_identity = ends.with_identity.get(size) if fused is not None else None
                 begun = first if index == 0 else None
-                last = self._products(index, part, (x, y, squares), workspace, begun, with_identity)
+                last = self._products(index, part, buffers, workspace, begun, with_identity)
             yield _Piece(index, part, size, last, direct, fused)
 
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
@@ -197,18 +200,25 @@ class GroupChain:
         return aligned and all(size in ends.direct for size in self._sizes)
 
     def _work(self, workspace: Workspace) -> _Buffers:
-        """The chain's buffers."""
+        """The chain's buffers; in a capture of our own those of before, for its graph must not write coefficients."""
         own = workspace is self._workspace
         if own and self._buffers is not None and self._buffers[0] == workspace.version:
-            return self._buffers[1:]
+            return self._buffers[1]
         recipe, group = self._planned.recipe, self._planned.recipe.group
         dtype: torch.dtype = getattr(torch, recipe.dtype)
         x, y = (workspace.buffer(name, (group.batch, group.rows, group.cols), dtype) for name in ("x", "y"))
-        square = (max(self._sizes), group.m, group.m)
-        squares = [workspace.buffer(f"s{i}", square, dtype) for i in range(chains.SQUARES[recipe.form])]
+        work = [
+            workspace.buffer(each.name, each.shape, getattr(torch, each.dtype), each.role == "zeros")
+            for each in self._work_of
+        ]
+        buffers = x, y, work, self._tables()
         if own:
-            self._buffers = workspace.version, x, y, squares
-        return x, y, squares
+            self._buffers = workspace.version, buffers
+        return buffers
+
+    def _tables(self) -> list[Tensor]:
+        """The coefficients that launches read."""
+        return [each.tensor() for each in self._coefficients]
 
     def _first(self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor) -> partial[None]:
         """The launch of x = input_scale · U / (norm_factor · ‖U‖_F + eps), rounded once."""
@@ -253,10 +263,10 @@ class GroupChain:
 
     def _all_but_last(self, part: slice, buffers: _Buffers, with_identity: Launch | None = None) -> Last:
         size, recipe = part.stop - part.start, self._planned.recipe
-        x, y, squares = buffers
+        x, y, work, tables = buffers
         return chains.all_but_last(
-            recipe.form, self._planned.launches[size], x[part], y[part], [square[:size] for square in squares],
-            self._triples, recipe.restarts, with_identity,
+            recipe.form, self._planned.launches[size], x[part], y[part], chains.cut(work, size, max(self._sizes)),
+            self._triples, recipe.restarts, tables, with_identity,
         )
 
     def _captured(self, launched: Callable[[], Last]) -> _Replay | None:

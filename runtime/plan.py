@@ -34,6 +34,7 @@ ON_MISS_VARIABLE = "DMUON_TUNE_ON_MISS"
 # Between forms of equal FLOPs: whole chains took 2057 µs in the Gram form and 2176 in the plain one at 1×4096×4096,
 # 7719 and 7388 at 56×1536×1536 (H200, 2026-11-30).
 GRAM_FROM_M = 4096
+SPAN_TO_M = 1024  # up to this order the Gram form's steps run a span a launch, where an untuned kernel has that
 POLICIES = ("heuristic", "nearest", "tune", "error")
 
 logger = getLogger("dmuon_tune.runtime")
@@ -197,7 +198,7 @@ def _recipe(
     layer, kept = resolver.layers.recipe(resolver.device, group, dtype) or ("", None)
     if kept is not None and (kept.steps, kept.restarts) == (steps, restarts):
         return layer, kept
-    if kept is None or kept.form == "small":  # whose kernel is of other steps
+    if kept is None or kept.form in ("small", "span"):  # whose kernels are of other steps
         return "", _default_recipe(resolver, group, dtype, steps, restarts)
     return layer, replace(kept, steps=steps, restarts=restarts, cost_us=None, p20_us=None, p80_us=None)
 
@@ -207,7 +208,7 @@ def _default_recipe(
 ) -> Recipe:
     """The whole recurrence in one launch where a kernel has it for a 16-bit chain, else the cheaper form."""
     small = Recipe(group, "small", dtype, steps, restarts)
-    if dtype != "float32" and all(map(resolver.untuned_small, small.products())):
+    if dtype != "float32" and all(map(resolver.untuned_fused, small.products())):
         return small
     return replace(small, form=_cheaper_form(resolver, small))
 
@@ -223,16 +224,26 @@ def _cheaper_form(resolver: Resolver, recipe: Recipe) -> Form:
         sum(count * resolver.flops(problem) for problem, count in replace(recipe, form=form).products().items())
         for form in ("plain", "gram")
     )
-    return "gram" if gram < plain or (gram == plain and recipe.group.m >= GRAM_FROM_M) else "plain"
+    if gram > plain or (gram == plain and recipe.group.m < GRAM_FROM_M):
+        return "plain"
+    return "span" if _in_spans(resolver, replace(recipe, form="span")) else "gram"
+
+
+def _in_spans(resolver: Resolver, recipe: Recipe) -> bool:
+    """Whether the Gram form runs by spans: fewer launches, and products between which nothing leaves the L2."""
+    spans = [problem for problem in recipe.products() if problem.op == "gram_span"]
+    return recipe.group.m <= SPAN_TO_M and all(map(resolver.untuned_fused, spans))
 
 
 def _bind(resolver: Resolver, layer: str, recipe: Recipe) -> GroupPlan:
     picks = {pick.problem: pick for pick in recipe.picks}
     bindings = {problem: resolver.bind(problem, picks.get(problem), layer) for problem in recipe.products()}
-    if recipe.form == "small" and any(bound.origin == "library" for bound in bindings.values()):
-        bare = Recipe(recipe.group, "small", recipe.dtype, recipe.steps, recipe.restarts)
+    fused = [bound for problem, bound in bindings.items() if problem.op in ("polar_small", "gram_span")]
+    given = recipe.form == "span" and layer and recipe.cost_us is None  # by who wrote the cache, not by a measurement
+    if not given and any(bound.origin == "library" for bound in fused):
         # Its kernel is gone, and the library has none in one launch.
-        return _bind(resolver, "", replace(bare, form=_cheaper_form(resolver, bare)))
+        bare = Recipe(recipe.group, "gram", recipe.dtype, recipe.steps, recipe.restarts)
+        return _bind(resolver, "", bare if recipe.form == "span" else replace(bare, form=_cheaper_form(resolver, bare)))
     return GroupPlan(recipe, layer, MappingProxyType(bindings))
 
 

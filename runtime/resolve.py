@@ -23,7 +23,9 @@ from dmuon_tune.spec import KernelSpec
 # Untuned kernels, preferred first, where they beat the library on an H200 (2026-11-29): CuTe DSL's polar_small took 16
 # us at 64x128x128 and 77 us at 12x256x1024; its apply took .90 of the library's time, the geometric mean of 29 shapes
 # (1.09 at worst), and writes any dtype without a copy.
-UNTUNED_FUSED = {"momentum": ("triton",), "polar_small": ("cutedsl", "triton"), "apply": ("cutedsl",)}
+UNTUNED_FUSED = {
+    "momentum": ("triton",), "polar_small": ("cutedsl", "triton"), "gram_span": ("cutedsl",), "apply": ("cutedsl",),
+}
 UNTUNED_UPDATE = ("cutedsl", "triton")  # of apply with the weights' update
 # Untuned kernels of symmetric products, preferred first, each from the order m where it beat the library on an H200
 # (2026-11-29): CuTe DSL 1.25x at 256, 1.6x at 768, 1.3x at 1024 and 2x at 4096, TileLang 1.3x at 4096 and slower than
@@ -116,8 +118,8 @@ class Resolver:
         in_full = op.symmetric_output and self._choice(problem).spec.name == library_kernel(problem.op)
         return op.flops(problem) * (2 if in_full else 1)
 
-    def untuned_small(self, problem: Problem) -> bool:
-        """Whether a whole recurrence has an untuned kernel in one launch here."""
+    def untuned_fused(self, problem: Problem) -> bool:
+        """Whether a recurrence, or a span of it, has an untuned kernel in one launch here."""
         return self._fused(problem) is not None
 
     def _choice(self, problem: Problem) -> _Choice:

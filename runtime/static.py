@@ -98,13 +98,16 @@ class Workspace:
         self._stream: torch.cuda.Stream | None = None
         self._capture_stream: torch.cuda.Stream | None = None
 
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous view of this shape of the buffer of this name."""
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, zeros: bool = False) -> Tensor:
+        """A contiguous view of this shape of the buffer of this name; ``zeros`` are so once, and left so by their users.
+        """
         size = math.prod(shape)
         held = self._buffers.get((dtype, name))
         if held is None or held.numel() < size:
             held = self._buffers[dtype, name] = _lasting(size, dtype, self.device)
             self.version += 1
+            if zeros:
+                held.zero_()
         return held[:size].view(shape)
 
     def follow(self) -> None:

@@ -69,16 +69,18 @@ class BoundChain:
             else:
                 endings[problem.batch] = launch
         group, dtype = recipe.group, getattr(torch, recipe.dtype)
-        most = max(recipe.pieces)
 
         def empty(batch: int, rows: int, cols: int) -> Tensor:
             return torch.full((batch, rows, cols), math.nan, dtype=dtype, device=device)
 
         self.x, self.y = (empty(group.batch, group.rows, group.cols) for _ in range(2))
-        self._squares = [empty(most, group.m, group.m) for _ in range(chains.SQUARES[recipe.form])]
+        work = chains.work(recipe.form, max(recipe.pieces), group.m, recipe.dtype)
+        self._buffers = [torch.zeros(a.shape, dtype=getattr(torch, a.dtype), device=device) for a in work]
+        self._scratch = [buffer for buffer, a in zip(self._buffers, work, strict=True) if a.role == "scratch"]
         self._set = coefficient_set(DEFAULT_COEFFICIENTS)
         self._triples = self._set.take(recipe.steps)
-        self._coefficients = torch.tensor(self._triples, dtype=torch.float32, device=device)
+        rows = chains.tables(recipe.form, self._triples, recipe.restarts, group.m)
+        self._coefficients = [torch.tensor(each, dtype=torch.float32, device=device) for each in rows]
         self._ends = _Ends(self.x, first, endings, recipe.pieces, self._set.norm_factor) if first else None
 
     def load(self, gradients: Tensor, samples: Tensor) -> None:
@@ -86,7 +88,7 @@ class BoundChain:
         write with NaN."""
         turns = torch.arange(len(self.x), device=self.x.device) % len(samples)
         self.x.copy_(samples[turns])
-        for buffer in (self.y, *self._squares):
+        for buffer in (self.y, *self._scratch):
             buffer.fill_(math.nan)
         if self._ends:
             self.x.fill_(math.nan)
@@ -99,7 +101,7 @@ class BoundChain:
         if ends:
             ends.begin(self.x)
         result = chains.run_pieces(
-            self.recipe.form, self._launches, self.recipe.pieces, self.x, self.y, self._squares, self._triples,
+            self.recipe.form, self._launches, self.recipe.pieces, self.x, self.y, self._buffers, self._triples,
             self.recipe.restarts, self._coefficients, self._set.norm_factor, ends.ending if ends else None,
         )
         if ends:

@@ -18,7 +18,7 @@ from dmuon_tune.spec import OpSpec
 
 from .clocks import Clocks, Reading
 from .contention import Contention
-from .verify import as_launched, in_launch_order, random_scalars
+from .verify import allocate, as_launched, in_launch_order, random_scalars
 
 WINDOWS = 15
 COLD_L2_MULTIPLE = 3  # rotating over this many cache sizes leaves no operand of the next call in the cache
@@ -87,7 +87,7 @@ def cold_sets(
     """(Arguments of a launch, those of so many launches in turn): more of them than a cache holds."""
     scalars = random_scalars(op, problem, seed)
     inputs = op.make_inputs(problem, device, seed)
-    first = _argument_set(op, problem, inputs, scalars, device)
+    first = in_launch_order(op, problem, inputs, allocate(op, problem, device), scalars)
     most_bytes = CPU_BUFFER_BYTES
     if device.startswith("cuda"):
         most_bytes = int(MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(device))[0])
@@ -107,15 +107,6 @@ def time_warm(call: Callable[[], Any], device: str) -> Timing:
 
 def _time(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
     return (_time_cuda if device.startswith("cuda") else _time_cpu)(launch, first, sets_for, device)
-
-
-def _argument_set(op: OpSpec, problem: Problem, inputs: Any, scalars: list[float], device: str) -> list[Any]:
-    outputs = [
-        torch.empty(argument.shape, dtype=getattr(torch, argument.dtype), device=device)
-        for argument in op.arguments(problem)
-        if argument.role == "output"
-    ]
-    return in_launch_order(op, problem, inputs, outputs, scalars)
 
 
 def _rotating_sets(first: list[Any], needed_bytes: int, most_bytes: int, most_sets: int) -> list[list[Any]]:

@@ -15,7 +15,9 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.spec import OpSpec
 from dmuon_tune.words import counted
 
-GUARD_ELEMENTS = 4096  # NaNs kept on both sides of an output, where an out-of-range store would show
+ALLOCATED = ("output", "scratch", "zeros")  # roles of which a caller has no values
+GUARD_ELEMENTS = 4096  # poison kept on both sides of what is written, where an out-of-range store would show
+INTEGER_POISON = -(2**30) - 1  # integers have no NaN
 CHUNK_ELEMENTS = 2**26  # tensor elements checked at once: half a GiB in float64
 # Apart enough that αAB + βC + γI never cancels at m = 1, where |AB| = |C| = 1: a sum near 0 would magnify rounding.
 SCALAR_RANGES = {"alpha": (0.5, 0.9), "beta": (-0.4, -0.2), "gamma": (1.6, 2.0), "norm_factor": (1.3, 1.7)}
@@ -49,12 +51,24 @@ def random_scalars(op: OpSpec, problem: Problem, seed: int) -> list[float]:
 
 
 def in_launch_order(
-    op: OpSpec, problem: Problem, inputs: Sequence[Any], outputs: Sequence[Any], scalars: Sequence[float]
+    op: OpSpec, problem: Problem, inputs: Sequence[Any], allocated: Sequence[Any], scalars: Sequence[float]
 ) -> list[Any]:
-    """One value an argument, in order: every tensor with its batch axis. ``inputs`` are also the ``inout`` ones."""
-    read = iter(inputs)
-    by_role = {"input": read, "inout": read, "output": iter(outputs), "scalar": iter(scalars)}
-    return [next(by_role[argument.role]) for argument in op.arguments(problem)]
+    """One value an argument, in order: every tensor with its batch axis. ``inputs`` are also the ``inout`` ones,
+    ``allocated`` those of :func:`allocate`."""
+    read, made = iter(inputs), iter(allocated)
+    by_role = {"input": read, "inout": read, "scalar": iter(scalars)}
+    return [next(by_role.get(argument.role, made)) for argument in op.arguments(problem)]
+
+
+def allocate(op: OpSpec, problem: Problem, device: str) -> list[Tensor]:
+    """New tensors for the ``ALLOCATED`` arguments, in order; their content means nothing but for ``zeros``."""
+    return [
+        (torch.zeros if argument.role == "zeros" else torch.empty)(
+            argument.shape, dtype=getattr(torch, argument.dtype), device=device
+        )
+        for argument in op.arguments(problem)
+        if argument.role in ALLOCATED
+    ]
 
 
 def as_launched(op: OpSpec, problem: Problem, values: Sequence[Any]) -> list[Any]:
@@ -70,57 +84,76 @@ def addresses(matrices: Sequence[Tensor]) -> Tensor:
     return torch.tensor([matrix.data_ptr() for matrix in matrices], device=matrices[0].device)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One launch's values, in order; those it may write lie within ``buffers`` of poison, whose content they share."""
+
+    values: list[Any]
+    buffers: list[Tensor]
+    written: list[Tensor]
+    zeros: list[Tensor]
+
+
 def verify(launch: Callable[..., Any], op: OpSpec, problem: Problem, device: str, seed: int) -> Verdict:
-    """Launch twice on poisoned outputs and compare with float64; raises whatever the launch raises."""
+    """Launch twice on poisoned outputs and scratch and compare with float64; raises whatever the launch raises."""
     inputs = op.make_inputs(problem, device, seed)
     originals = [tensor.clone() for tensor in inputs]
     scalars = random_scalars(op, problem, seed)
     runs = []
     for _ in range(2):
-        buffers, values, written = _guarded(op, problem, inputs, scalars, device)
-        launch(*as_launched(op, problem, values))
+        run = _guarded(op, problem, inputs, scalars, device)
+        launch(*as_launched(op, problem, run.values))
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        runs.append((buffers, written))
-    (first_buffers, first), (second_buffers, second) = runs
-    error = _largest_error(op, problem, originals, scalars, first)
+        runs.append(run)
+    first, second = runs
+    error = _largest_error(op, problem, originals, scalars, first.written)
     if error.failure:
         return error
     failure = ""
     if not all(_same_bits(before, after) for before, after in zip(originals, inputs, strict=True)):
         failure = "the launch changed its inputs"
-    elif not all(_guards_intact(buffer) for buffer in first_buffers + second_buffers):
+    elif not all(_guards_intact(buffer) for buffer in first.buffers + second.buffers):
         failure = "the launch wrote outside its output"
-    elif not all(_same_bits(one, other) for one, other in zip(first, second, strict=True)):
+    elif any(bool(zeros.any()) for zeros in first.zeros + second.zeros):
+        failure = "the launch did not leave its counters at zero"
+    elif not all(_same_bits(one, other) for one, other in zip(first.written, second.written, strict=True)):
         failure = "two runs on the same inputs differ"
     return Verdict(failure, error.max_rel_err)
 
 
 def _guarded(
     op: OpSpec, problem: Problem, inputs: Sequence[Tensor], scalars: Sequence[float], device: str
-) -> tuple[list[Tensor], list[Any], list[Tensor]]:
-    """(buffers, values in launch order, written tensors): what is written lies in the middle of NaN-filled buffers."""
+) -> _Run:
+    """A launch's values; what it may write lies in the middle of buffers full of poison."""
     arguments = op.arguments(problem)
-    outputs = [None for argument in arguments if argument.role == "output"]
-    values = in_launch_order(op, problem, inputs, outputs, scalars)
-    buffers, written = [], []
+    unset = [None for argument in arguments if argument.role in ALLOCATED]
+    run = _Run(in_launch_order(op, problem, inputs, unset, scalars), [], [], [])
     for place, argument in enumerate(arguments):
-        if argument.role not in ("output", "inout"):
+        if argument.role in ("input", "scalar"):
             continue
         count = math.prod(argument.shape)
-        size = count + 2 * GUARD_ELEMENTS
-        buffer = torch.full((size,), math.nan, dtype=getattr(torch, argument.dtype), device=device)
+        dtype = getattr(torch, argument.dtype)
+        buffer = torch.full((count + 2 * GUARD_ELEMENTS,), _poison(dtype), dtype=dtype, device=device)
         middle = buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + count].view(argument.shape)
         if argument.role == "inout":
-            middle.copy_(values[place])
-        values[place] = middle
-        buffers.append(buffer)
-        written.append(middle)
-    return buffers, values, written
+            middle.copy_(run.values[place])
+        if argument.role == "zeros":
+            run.zeros.append(middle.zero_())
+        if argument.role in ("inout", "output"):
+            run.written.append(middle)
+        run.values[place] = middle
+        run.buffers.append(buffer)
+    return run
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point else INTEGER_POISON
 
 
 def _guards_intact(buffer: Tensor) -> bool:
-    return bool(buffer[:GUARD_ELEMENTS].isnan().all() and buffer[-GUARD_ELEMENTS:].isnan().all())
+    guards = torch.cat((buffer[:GUARD_ELEMENTS], buffer[-GUARD_ELEMENTS:]))
+    return bool((guards.isnan() if buffer.dtype.is_floating_point else guards == INTEGER_POISON).all())
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -153,7 +186,8 @@ def _compare(op: OpSpec, problem: Problem, out: Tensor, reference: Tensor, start
     if not bool(out.isfinite().all()):
         missing = int((~out.isfinite()).sum())
         return Verdict(f"not finite or not written: {missing} of {counted(out.numel(), 'output element')}", None)
-    allowed = op.tolerance or tolerance(problem)
+    own = op.tolerance(problem) if callable(op.tolerance) else op.tolerance
+    allowed = tolerance(problem) if own is None else own
     rms = reference.square().mean((-2, -1), keepdim=True).sqrt()
     scale = (reference.abs() + rms).clamp_min(torch.finfo(torch.float64).tiny)
     error = (out - reference).abs() / scale

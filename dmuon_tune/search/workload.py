@@ -13,6 +13,7 @@ from dmuon_tune.recipe import Group, chain, forms
 from dmuon_tune.spec import KernelSpec
 
 ALIGNMENT_BYTES = 16  # of a matrix, for vector loads and TMA
+WHOLE = ("polar_small", "gram_span")  # ops that are a form's, many products in one launch
 WITH_ENDS = ("cuda",)  # device kinds on which kernels read gradients and write weights by their addresses
 
 
@@ -66,15 +67,13 @@ def is_served(end: Problem, specs: Sequence[KernelSpec], device: DeviceFingerpri
 def served_forms(
     group: Group, dtype: str, specs: Sequence[KernelSpec], device: DeviceFingerprint
 ) -> tuple[str, ...]:
-    """The forms worth comparing here: the small one where a kernel of ``specs`` other than the library's, which would
-    be the plain form again, runs the whole recurrence."""
+    """The forms worth comparing here: those with an op of their own where kernels of ``specs`` run it that are not the
+    library's, which would be the separate products again."""
 
-    def is_served(form: str) -> bool:
-        return form != "small" or any(
-            spec.name != library_kernel(problem.op) and spec.legal_space(problem, device)
-            for problem in chain(group, form, dtype)
+    def is_served(problem: Problem) -> bool:
+        return problem.op not in WHOLE or any(
+            spec.op == problem.op and spec.name != library_kernel(spec.op) and spec.legal_space(problem, device)
             for spec in specs
-            if spec.op == problem.op
         )
 
-    return tuple(form for form in forms(group, dtype) if is_served(form))
+    return tuple(form for form in forms(group, dtype) if all(map(is_served, chain(group, form, dtype))))
