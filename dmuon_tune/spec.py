@@ -20,9 +20,9 @@ from .problem import Problem
 class Argument:
     """One argument of an op's launch: a tensor with its stored shape, or a ``scalar``.
 
-    Its ``role`` says what a launch does with it: an ``input`` is read, an ``output`` written, an ``inout`` one updated in
-    place. What ``scratch`` holds means nothing, before and after. ``zeros`` are zero before the first launch that gets
-    them and again after each: counters at which blocks wait for each other.
+    Its ``role`` says what a launch does with it: an ``input`` is read, an ``output`` written, an ``inout`` one updated
+    in place. What ``scratch`` holds means nothing, before and after. ``zeros`` are zero before the first launch that
+    gets them and again after each: counters at which blocks wait for each other.
 
     A ``shared`` tensor is one for the whole batch and has no batch axis. Of a ``separate`` one each matrix, contiguous,
     lies at an address of its own: the launch gets these addresses, an int64 tensor (batch,) on the same device.

@@ -99,7 +99,7 @@ class Workspace:
         self._capture_stream: torch.cuda.Stream | None = None
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, zeros: bool = False) -> Tensor:
-        """A contiguous view of this shape of the buffer of this name; ``zeros`` are so once, and left so by their users.
+        """A contiguous view of this shape of the buffer of this name; ``zeros`` are zeroed once, and left so by users.
         """
         size = math.prod(shape)
         held = self._buffers.get((dtype, name))

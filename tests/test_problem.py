@@ -17,7 +17,7 @@ from dmuon_tune.errors import UsageError
 from dmuon_tune.kernel_specs.polar_small import schedule as polar_schedule
 from dmuon_tune.measurement import STATUSES, Measurement
 from dmuon_tune.problem import DTYPES, EPILOGUES, LAYOUTS, MAX_DIM, Problem
-from dmuon_tune.recipe import FORMS, MAX_BATCH_ELEMENTS, Group, Pick, Recipe, chain, forms, groups
+from dmuon_tune.recipe import FORMS, MAX_BATCH_ELEMENTS, Group, Pick, Recipe, chain, forms, groups, spans
 
 extents = st.integers(1, MAX_DIM)
 names = st.text(min_size=1, max_size=20)
@@ -246,7 +246,22 @@ def test_gram_chain_equals_the_walk(group: Group, steps: int, restarts: set[int]
     assert all(count > 0 for count in products.values())
 
 
-@given(group_strategy, st.integers(1, 9), st.sampled_from(["gram", "plain"]))
+@given(group_strategy, st.integers(1, 9), st.sets(st.integers(0, 10), max_size=4))
+def test_the_span_form_is_the_gram_form_with_a_launch_for_each_span(
+    group: Group, steps: int, restarts: set[int]
+) -> None:
+    given_restarts = tuple(sorted(restarts))
+    separate, fused = (chain(group, form, "bfloat16", steps, given_restarts) for form in ("gram", "span"))
+    lengths = spans(steps, restarts)
+    assert sum(lengths) == steps and min(lengths) > 0
+    ops, kept = [problem.op for problem in fused], {p: n for p, n in fused.items() if p.op != "gram_span"}
+    assert ops == ["gram", *["gram_span"] * len(set(lengths)), "apply"]  # a chain's last is what ends it
+    assert kept == {problem: count for problem, count in separate.items() if problem.op != "gemm_symmetric"}
+    whole = {int(p.epilogue[1:]): n for p, n in fused.items() if p.op == "gram_span"}
+    assert whole == Counter(lengths) and sum(whole.values()) == kept[next(iter(fused))]
+
+
+@given(group_strategy, st.integers(1, 9), st.sampled_from(["gram", "plain", "span"]))
 def test_chain_problems_fit_the_group(group: Group, steps: int, form: str) -> None:
     for problem in chain(group, form, "float16", steps):
         assert (problem.batch, problem.m) == (group.batch, group.m)
@@ -255,10 +270,10 @@ def test_chain_problems_fit_the_group(group: Group, steps: int, form: str) -> No
 
 
 @given(group_strategy, st.sampled_from(DTYPES))
-def test_the_plain_form_is_tried_near_square_and_in_bf16_and_the_small_one_in_16_bits(group: Group, dtype: str) -> None:
+def test_the_plain_form_is_tried_near_square_and_in_bf16_and_fused_ones_in_16_bits(group: Group, dtype: str) -> None:
     assert forms(group, dtype)[0] == "gram"
     assert ("plain" in forms(group, dtype)) == (group.n < 2 * group.m or dtype == "bfloat16")
-    assert ("small" in forms(group, dtype)) == (dtype != "float32")
+    assert ("small" in forms(group, dtype)) == ("span" in forms(group, dtype)) == (dtype != "float32")
 
 
 @given(group_strategy, st.integers(1, 9), st.sets(st.integers(0, 10), max_size=4))

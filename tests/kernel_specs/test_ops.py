@@ -123,7 +123,7 @@ def test_arguments_describe_inputs_and_output(problem: Problem) -> None:
 
 @pytest.mark.parametrize("name", sorted(ops()))
 def test_inputs_follow_the_seed(name: str) -> None:
-    epilogue = "s5r2" if name == "polar_small" else "none"
+    epilogue = {"polar_small": "s5r2", "gram_span": "s3"}.get(name, "none")
     problem = Problem(name, 2, 9, 9, 9, "float32", "float32", "row", epilogue)
     make = ops()[name].make_inputs
     first, again, other = make(problem, "cpu", 3), make(problem, "cpu", 3), make(problem, "cpu", 4)
@@ -240,7 +240,7 @@ def test_every_op_has_a_library_kernel() -> None:
 
 EPILOGUES = {
     "gram": {"none"}, "gemm_symmetric": {"none", "c", "i", "ci"}, "apply": {"none", "c", "w"},
-    "momentum": {"none", "m", "n"}, "polar_small": {"s5r2", "s1"},
+    "momentum": {"none", "m", "n"}, "polar_small": {"s5r2", "s1"}, "gram_span": {"s1"},
 }
 DEVICES = (
     DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 50 * 2**20, 140 * 2**30),

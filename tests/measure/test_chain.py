@@ -98,7 +98,7 @@ def test_another_last_product_writes_every_piece_of_its_own_buffer() -> None:
         bound = chain.BoundChain(recipe, CPU, "cpu", lambda: None)
         bound.load(x, x)
         results.append(chains.run_pieces(
-            "gram", bound._launches, recipe.pieces, bound.x, bound.y, bound._squares, bound._triples, (2,), None, 1.0,
+            "gram", bound._launches, recipe.pieces, bound.x, bound.y, bound._buffers, bound._triples, (2,), (), 1.0,
             ending,
         ))
     assert results[1] is out and torch.allclose(results[0], 2 * out.float(), rtol=1e-2, atol=1e-4)

@@ -159,7 +159,7 @@ def test_the_identity_in_the_last_product_costs_no_accuracy_when_rounded_once(dt
     for with_identity in (None, product):
         x = (u * (chains.input_scale(96) / u.norm())).to(dtype)
         squares = [torch.empty(1, 96, 96, dtype=dtype) for _ in range(2)]
-        last = chains.all_but_last("plain", launches, x, torch.empty_like(x), squares, triples, (), with_identity)
+        last = chains.all_but_last("plain", launches, x, torch.empty_like(x), squares, triples, (), (), with_identity)
         polar = last.scalars[0] * last.q.float() @ last.x.float()  # the update's fp32 accumulators
         if with_identity is None:
             polar += last.scalars[1] * last.x.float()
