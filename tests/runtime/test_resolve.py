@@ -57,14 +57,14 @@ def bound(
 
 def test_a_large_group_reads_and_writes_its_own_dtype(tmp_path: Path) -> None:
     build = Builds()
-    assert bound(tmp_path, Group(1, 1024, 4096), build, "bfloat16", "none", "bfloat16") == {
+    assert bound(tmp_path, Group(1, 2048, 4096), build, "bfloat16", "none", "bfloat16") == {
         "form": "gram", "ends": ["first", "last"]
     }
     written = [(name, problem.out_dtype) for name, problem in build.asked if problem.op == "apply"]
     assert written == [("apply.cutedsl", "float16"), ("apply.cutedsl", "bfloat16")]
     (momentum,) = [(name, problem) for name, problem in build.asked if problem.op == "momentum"]
     assert momentum == (
-        "momentum.triton", Problem("momentum", 1, 1024, 4096, 1, "bfloat16", "float16", "row", "none")
+        "momentum.triton", Problem("momentum", 1, 2048, 4096, 1, "bfloat16", "float16", "row", "none")
     )
 
 
@@ -83,7 +83,7 @@ A100 = DeviceFingerprint("NVIDIA A100", "sm_80", 108, 166912, 40 * 2**20, 80 * 2
     [
         (H200, "float16", (1024, 1024), "plain"),  # as many FLOPs in either form
         (H200, "float16", (4096, 4096), "gram"),
-        (H200, "float16", (1280, 1024), "gram"),
+        (H200, "float16", (2560, 2048), "gram"),
         (H200, "float32", (1280, 1024), "plain"),  # the library serves it, which multiplies in full
         (A100, "float16", (1024, 1280), "plain"),
         (A100, "float16", (1024, 1536), "plain"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from sqlalchemy import text
 
+from dmuon_tune import kernel_specs
 from dmuon_tune.backends import backends
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import CacheEntry, Store
@@ -323,6 +324,24 @@ def test_what_a_step_launches_at_a_chains_ends_is_tuned_once(monkeypatch: pytest
 
 def _bare(recipe: Recipe) -> Recipe:
     return replace(recipe, cost_us=None, p20_us=None, p80_us=None, batch_costs=())
+
+
+def test_spans_compete_where_a_kernel_of_ones_own_runs_them(
+    monkeypatch: pytest.MonkeyPatch, misbehaving: None, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(EXTRA_MODULES_VARIABLE, "whole_span")
+    kernel_specs._modules.cache_clear()
+    group = Group(2, 8, 24)
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        report = tune([group], store, replace(ONLY_LIBRARY, dtype="bfloat16"), events := Recorder())
+        assert report.complete and report.chains.failed == 0, [t.measurement.log for t in store.chain_trials()]
+        spans = [problem for problem in chain(group, "span", "bfloat16") if problem.op == "gram_span"]
+        assert {problem.epilogue for problem in spans} == {"s2", "s3"}
+        statuses = {each.problem: each.statuses for each in report.problems}
+        assert [statuses[problem] for problem in spans] == [{"ok": 2}] * 2  # the library's beside one's own
+        timed = [recipe for recipe in events.chains if recipe.form == "span" and recipe.group == group]
+        assert timed and {pick.problem for pick in timed[0].picks} == chain(group, "span", "bfloat16").keys()
+        assert report.recipes[0].timed
 
 
 @pytest.mark.gpu

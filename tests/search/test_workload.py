@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, kernels, ops
@@ -50,6 +52,18 @@ def test_the_small_form_is_for_kernels_that_run_it_whole() -> None:
     assert served_forms(small, "float32", whole, H200) == ("gram", "plain")
     assert served_forms(Group(1, 8192, 8192), "float16", whole, H200) == ("gram", "plain")
     assert served_forms(small, "float16", whole, CPU) == ("gram", "plain")
+
+
+def test_the_span_form_is_for_kernels_that_run_every_span_and_no_fp32() -> None:
+    library = kernel("gram_span.library")
+    own = replace(library, variant="own")
+    products = [kernel(f"{op}.library") for op in ("gram", "gemm_symmetric", "apply")]
+    wide = Group(1, 64, 256)
+    assert served_forms(wide, "float16", [*products, own, library], H200) == ("gram", "span")
+    assert served_forms(wide, "float16", [*products, library], H200) == ("gram",)
+    assert served_forms(wide, "float32", [*products, own, library], CPU) == ("gram",)
+    two_steps = replace(own, refusal=lambda problem, device: None if problem.epilogue == "s2" else "two steps alone")
+    assert served_forms(wide, "float16", [*products, two_steps], CPU) == ("gram",)
 
 
 def test_on_a_gpu_a_step_begins_and_ends_in_the_weights_dtype() -> None:
