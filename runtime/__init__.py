@@ -7,8 +7,10 @@ if __name__ == "runtime":
 
 from dmuon_tune.coefficients import COEFFICIENTS, CoefficientSet
 
+from .blocks import Split
 from .muon import Muon
 from .newton_schulz import GramNewtonSchulz
 from .plan import Plan, plan
+from .report import Report
 
-__all__ = ["COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "plan"]
+__all__ = ["COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "Report", "Split", "plan"]

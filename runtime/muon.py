@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from logging import getLogger
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.profiler import record_function
 
 from dmuon_tune import checks
 from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
-from dmuon_tune.matrices import select, unmatched
-from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group
-from dmuon_tune.words import shown
+from dmuon_tune.recipe import DEFAULT_STEPS, Group
 
+from .batches import Batch, Kind, Setting
+from .blocks import Blocks, Split, blocks_of
 from .execution import Momentum
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
+from .parameters import (
+    MATRIX_OPTIONS,
+    check_adamw,
+    check_group,
+    check_options,
+    dtype_of,
+    groups_of,
+    name_of,
+    print_once,
+    splits_of,
+    unusable,
+)
 from .plan import Plan
+from .report import Report, report
+from .updates import move
 
-# Update scale by (rows, cols) of the stored parameter, out × in.
-SCALES: dict[str, Callable[[int, int], float]] = {
-    "jordan": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),  # kellerjordan.github.io/posts/muon
-    "moonlight": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),  # arXiv 2502.16982: AdamW's update RMS
-    "spectral": lambda rows, cols: math.sqrt(rows / cols),  # arXiv 2310.17813: the muP scale
-    "none": lambda rows, cols: 1.0,
-}
 FUSED_DEVICES = ("cuda", "cpu")
-
-logger = getLogger("dmuon_tune.runtime")
 
 
 class Muon(Optimizer):
@@ -44,27 +47,34 @@ class Muon(Optimizer):
     rest to AdamW with the ``adamw_*`` options; or parameters and parameter groups as for any optimizer, where a
     group's ``use_muon`` (default True) says which it is and its own options override. A 3-D parameter is a batch of
     matrices. ``scale`` is s: ``jordan``, ``moonlight``, ``spectral`` or ``none``. ``coefficients``, ``steps``,
-    ``restarts``, ``ns_dtype``, ``eps`` and ``graphs`` are :class:`GramNewtonSchulz`'s. Matrices of equal shape whose
-    momentum is made alike are orthogonalized together, whatever their group. Kernels are resolved once, at the first
-    step or by :meth:`plan`, from the caches in ``layers`` (default: those of this machine). Raises UsageError for
-    options or parameters it cannot use, by name.
+    ``restarts``, ``ns_dtype``, ``eps`` and ``graphs`` are :class:`GramNewtonSchulz`'s. docs/optimizer.md has every
+    option. Matrices of equal shape whose momentum is made alike are orthogonalized together, whatever their group.
+    Kernels are resolved once, at the first step or by :meth:`plan`, from the caches in ``layers`` (default: those of
+    this machine). Raises UsageError for options or parameters it cannot use, by name.
+
+    ``momentum_form``: ``accumulate``, or ``ema``: M ← μM + (1 − μ)G and U = (1 − μ)G + μM. ``cautious``: λ is for those
+    entries alone that the update moves towards 0. ``splits``: pattern → sizes of rows, or :class:`Split`, of parameters
+    that are several matrices (in a group: ``split``, ``split_dim``). ``flatten``: patterns of convolutions to be taken
+    as matrices (in a group: True). ``momentum_dtype``: of the momentum (default: the parameter's).
+    ``skip_nonfinite``: a step with NaN or inf in any gradient changes nothing; this waits for the device.
+    ``verbose``: print a module's table of parameters to stderr.
     """
 
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float = 0.02,
+        lr: float | Tensor = 0.02,
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
         scale: str = "jordan",
         coefficients: Coefficients = DEFAULT_COEFFICIENTS,
         steps: int = DEFAULT_STEPS,
-        restarts: Sequence[int] = DEFAULT_RESTARTS,
+        restarts: Sequence[int] | None = None,
         ns_dtype: str | torch.dtype | None = None,
         eps: float = 0.0,
         graphs: bool = True,
-        adamw_lr: float = 3e-4,
+        adamw_lr: float | Tensor = 3e-4,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float = 0.0,
@@ -72,6 +82,15 @@ class Muon(Optimizer):
         exclude: Sequence[str] = (),
         layers: Layers | None = None,
         on_miss: str | None = None,
+        *,
+        momentum_form: str = "accumulate",
+        cautious: bool = False,
+        maximize: bool = False,
+        splits: Mapping[str, Sequence[int] | Split] | None = None,
+        flatten: Sequence[str] = (),
+        momentum_dtype: str | torch.dtype | None = None,
+        skip_nonfinite: bool = False,
+        verbose: bool = True,
     ) -> None:
         self._newton_schulz = GramNewtonSchulz(
             coefficients, steps, restarts, ns_dtype, layers=layers, on_miss=on_miss, eps=eps, graphs=graphs
@@ -79,17 +98,28 @@ class Muon(Optimizer):
         self._adamw_options = {
             "lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay,
         }
-        _check_adamw(self._adamw_options, "adamw_")
-        self._adamw: AdamW | None = None
-        self._planned = False
+        check_adamw(self._adamw_options, "adamw_")
+        checks.flag("skip_nonfinite", skip_nonfinite)
+        checks.flag("verbose", verbose)
+        self._skip_nonfinite, self._momentum_dtype = skip_nonfinite, dtype_of(momentum_dtype)
+        self.skipped_steps = 0  # by skip_nonfinite, since this object was made
+        self._forget()
         defaults = {
             "use_muon": True, "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
-            "scale": scale,
+            "scale": scale, "momentum_form": momentum_form, "cautious": cautious, "maximize": maximize, "split": (),
+            "split_dim": 0, "flatten": False,
         }
-        for option, patterns in (("include", include), ("exclude", exclude)):
+        for option, patterns in (("include", include), ("exclude", exclude), ("flatten", flatten)):
             checks.strings(option, patterns, "patterns")
-        groups = _groups_of(params, include, exclude) if isinstance(params, nn.Module) else params
+        by_pattern = splits_of(splits)
+        table, groups = "", cast(Iterable[Any], params)
+        if isinstance(params, nn.Module):
+            groups, table = groups_of(params, include, exclude, flatten, by_pattern)
+        elif by_pattern or flatten:
+            raise UsageError("splits and flatten find parameters of a module; give groups their own split and flatten")
         super().__init__(groups, defaults)
+        if verbose and table:
+            print_once(table)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; with ``use_muon`` False its missing options are the constructor's ``adamw_*``."""
@@ -99,81 +129,204 @@ class Muon(Optimizer):
         checks.flag(f"group {len(self.param_groups)}: use_muon", group.setdefault("use_muon", True))
         if not group["use_muon"]:
             group = {**self._adamw_options, **group}
+        if isinstance(group.get("split"), Split):
+            group["split"], group["split_dim"] = group["split"]
         super().add_param_group(group)
         added = self.param_groups[-1]
         try:
-            _check_group(added, len(self.param_groups) - 1)
+            check_group(added, len(self.param_groups) - 1)
         except UsageError:
             self.param_groups.pop()
             raise
         if not added["use_muon"]:
-            for name in ("momentum", "nesterov", "scale"):
+            for name in MATRIX_OPTIONS:
                 added.pop(name, None)
             # PyTorch's load_state_dict reads this key to keep AdamW's step counter on the parameter's device.
             added.setdefault("fused", all(p.device.type in FUSED_DEVICES for p in added["params"]))
-        self._adamw = None
-        self._planned = False
+        self._forget()
 
     def plan(self) -> tuple[Plan, ...]:
         """Resolve the kernels of every matrix now, one plan a device; otherwise the first step does it."""
-        counts: Counter[tuple[Any, ...]] = Counter()
-        for group in self._muon_groups():
-            for p in group["params"]:
-                counts[_kind(group, p, p.dtype)] += p.shape[0] if p.ndim == 3 else 1
-        wanted: dict[torch.device, list[tuple[Group, tuple[Any, ...]]]] = {}
+        counts: Counter[Kind] = Counter()
+        for setting, index, position, p in self._matrices():
+            for rows, cols in self._blocks_of(setting.group, index, position).shapes(p):
+                counts[setting.kind(p, p.dtype, rows, cols)] += 1
+        wanted: dict[torch.device, list[tuple[Group, Kind]]] = defaultdict(list)
         for kind, count in counts.items():
-            device, _, _, rows, cols, _, _ = kind
-            wanted.setdefault(device, []).extend((batch, kind) for _, batch in cut_batch(count, rows, cols))
+            wanted[kind.device] += [(batch, kind) for _, batch in cut_batch(count, kind.rows, kind.cols)]
         plans = []
         for device, found in wanted.items():
             plans.append(self._newton_schulz.plan_for([batch for batch, _ in found], device))
-            for batch, (_, dtype, gradient_dtype, _, _, mode, _) in found:
-                self._newton_schulz.prepare(batch, device, gradient_dtype, mode, dtype)
+            for batch, kind in found:
+                self._newton_schulz.prepare(batch, device, kind.gradient_dtype, kind.mode, kind.dtype)
         self._planned = True
         return tuple(plans)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; ``closure`` re-evaluates the model and returns the loss, which is returned."""
+        """One update; ``closure`` re-evaluates the model and returns the loss, which is returned.
+
+        What cannot be used (a sparse gradient, state of another shape or device, an option) raises before anything
+        has changed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._planned:
-            self.plan()
-        self._muon_step()
-        self._adamw_step()
+        with record_function("Muon: check"):
+            if not self._planned:
+                self.plan()
+            self._check_step()
+            if self._skip_nonfinite and not self._gradients_are_finite():
+                self.skipped_steps += 1
+                return loss
+        with record_function("Muon: group"):
+            batches = self._batches()
+        for kind, batch in batches.items():
+            with record_function(f"Muon: {len(batch.weights)}x{kind.rows}x{kind.cols}"):
+                self._move(kind, batch)
+        with record_function("Muon: AdamW"):
+            self._adamw_step()
         return loss
 
-    def _muon_groups(self) -> Iterator[dict[str, Any]]:
-        return (group for group in self.param_groups if group["use_muon"])
+    def report(self, spectra: bool = False) -> Report:
+        """What each matrix runs on and how far it moves; with ``spectra`` its update's singular values too.
 
-    def _muon_step(self) -> None:
-        batches: dict[tuple[Any, ...], _Batch] = {}
+        Orthogonalizes every momentum anew and waits for it: for every hundredth step, not for each. Nothing changes.
+        """
+        if not self._planned:
+            self.plan()
+        rated = (
+            (setting.group, index, position, self._blocks_of(setting.group, index, position))
+            for setting, index, position, _ in self._matrices()
+        )
+        return report(self._newton_schulz, self.state, rated, spectra, self.skipped_steps)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """PyTorch's, but a momentum keeps its values whatever the parameter's dtype, and state of another model is
+        refused by name, with nothing changed. How a group's parameters are split stays as it is."""
+        before, final = (self.state, self.param_groups), dict[str, Any]()
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))  # after the user's own
+        try:
+            super().load_state_dict(state_dict)
+            self._restore(final, before[1])
+            self._check_step(with_gradient=False)
+        except Exception:
+            self.state, self.param_groups = before
+            raise
+        finally:
+            handle.remove()
+            self._forget()
+
+    def _restore(self, saved: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        for index, (group, old) in enumerate(zip(self.param_groups, groups, strict=True)):
+            if group.setdefault("use_muon", old["use_muon"]) != old["use_muon"]:
+                names = {True: "Muon", False: "AdamW"}
+                raise UsageError(
+                    f"group {index} is {names[old['use_muon']]}'s here and was {names[group['use_muon']]}'s when it "
+                    "was saved; make the optimizer with the groups it had"
+                )
+            group.update({name: old[name] for name in ("split", "split_dim", "flatten") if name in old})
+            for name, value in old.items():
+                group.setdefault(name, value)  # an option younger than what was saved
+            for p, key in zip(group["params"], saved["param_groups"][index]["params"], strict=True):
+                momentum = saved["state"].get(key, {}).get("momentum_buffer")
+                if momentum is not None:  # PyTorch's has been through the parameter's dtype
+                    dtype = self._momentum_dtype or p.dtype
+                    self.state[p]["momentum_buffer"] = momentum.to(p.device, dtype, copy=True)
+
+    def _forget(self) -> None:
+        """What was derived from the groups."""
+        self._adamw: AdamW | None = None
+        self._planned = False
+        self._layouts: dict[Tensor, tuple[tuple[int, ...], Blocks]] = {}
+
+    def _matrices(self) -> Iterator[tuple[Setting, int, int, Tensor]]:
+        """(Its group's setting, the group's index, position, parameter) of all that are Muon's."""
         for index, group in enumerate(self.param_groups):
-            if not group["use_muon"]:
-                continue
-            lr = float(group["lr"])
-            decay = 1 - lr * float(group["weight_decay"])
-            for position, p in enumerate(group["params"]):
-                if p.grad is None:
-                    continue
-                buffer = self._buffer(group, index, position)
-                batch = batches.setdefault(_kind(group, p, p.grad.dtype), _Batch([], [], [], []))
-                batch.add(p, p.grad, buffer, (decay, lr * SCALES[group["scale"]](p.shape[-2], p.shape[-1])))
-        for (*_, mode, mu), batch in batches.items():
-            momentum = Momentum(mode, tuple(batch.momenta), mu)
-            self._newton_schulz.step(batch.weights, batch.gradients, momentum, batch.rates)
+            if group["use_muon"]:
+                setting = Setting(group)
+                for position, p in enumerate(group["params"]):
+                    yield setting, index, position, p
 
-    def _buffer(self, group: dict[str, Any], index: int, position: int) -> Tensor:
-        """The momentum of a parameter that has a gradient."""
+    def _blocks_of(self, group: dict[str, Any], index: int, position: int) -> Blocks:
+        """How the parameter is to be read, remembered while it lies as it does."""
         p = group["params"][position]
-        if p.grad.layout != torch.strided:
-            raise UsageError(f"{_name(group, index, position)}: Muon needs dense gradients; use AdamW for it")
-        if "momentum_buffer" not in self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        buffer: Tensor = self.state[p]["momentum_buffer"]
+        lies = (*p.shape, *p.stride())
+        held = self._layouts.get(p)
+        if held is None or held[0] != lies:
+            self._layouts[p] = held = lies, blocks_of(p, group, name_of(group, index, position))
+        return held[1]
+
+    def _check_step(self, with_gradient: bool = True) -> None:
+        """UsageError, by name, for what would fail once something had changed."""
+        for index, group in enumerate(self.param_groups):
+            check_options(group, f"group {index}: ", wait=False)
+            for position, p in enumerate(group["params"]):
+                if with_gradient and p.grad is None:
+                    continue
+                reason = unusable(p, self.state.get(p, {}), group["use_muon"])
+                if reason is not None:
+                    raise UsageError(f"{name_of(group, index, position)}: {reason}")
+                if group["use_muon"]:
+                    self._blocks_of(group, index, position)
+
+    def _gradients_are_finite(self) -> bool:
+        gradients: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.numel():
+                    gradients[p.device].append(p.grad)
+        # The largest entry: unlike the sum of squares it overflows only where an entry has.
+        largest = [torch.stack([norm.float() for norm in torch._foreach_norm(some, float("inf"))])
+                   for some in gradients.values()]
+        return all(bool(norms.isfinite().all()) for norms in largest)
+
+    def _batches(self) -> dict[Kind, Batch]:
+        """The matrices that have a gradient, by what they must share to run together."""
+        batches: dict[Kind, Batch] = defaultdict(Batch)
+        for setting, index, position, p in self._matrices():
+            if p.grad is None:
+                continue
+            blocks = self._blocks_of(setting.group, index, position)
+            parts = map(blocks.of, (p, p.grad, self._momentum(p, setting, blocks)))
+            for weight, gradient, momentum in zip(*parts, strict=True):
+                rows, cols = weight.shape
+                batch = batches[setting.kind(p, gradient.dtype, rows, cols)]
+                batch.weights.append(weight)
+                batch.gradients.append(gradient)
+                batch.momenta.append(momentum)
+                batch.rates.append(setting.rate(rows, cols))
+        return batches
+
+    def _momentum(self, p: Tensor, setting: Setting, blocks: Blocks) -> Tensor:
+        """The parameter's momentum, in the form M ← μM + G: of an average it holds M / (1 − μ)."""
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            lies = torch.preserve_format if blocks.order else torch.contiguous_format
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=self._momentum_dtype, memory_format=lies)
+        buffer: Tensor = state["momentum_buffer"]
+        if blocks.order and buffer.stride() != p.stride():  # it must be a view as well
+            state["momentum_buffer"] = buffer = torch.empty_like(p, dtype=buffer.dtype).copy_(buffer)
+        if setting.average:
+            held = state.get("momentum_mu", setting.mu)
+            if held != setting.mu:
+                buffer.mul_((1 - held) / (1 - setting.mu))
+            state["momentum_mu"] = setting.mu
+        else:
+            state.pop("momentum_mu", None)
         return buffer
+
+    def _move(self, kind: Kind, batch: Batch) -> None:
+        momentum = Momentum(kind.mode, tuple(batch.momenta), kind.mu)
+        if kind.plain:
+            rates = [rate.numbers() for rate in batch.rates]
+            self._newton_schulz.step(batch.weights, batch.gradients, momentum, rates)
+            return
+        count = len(batch.weights)
+        polars = torch.zeros(count, kind.rows, kind.cols, dtype=kind.dtype, device=kind.device)
+        self._newton_schulz.step(polars.unbind(), batch.gradients, momentum, [(0.0, -1.0)] * count)
+        move(batch.weights, polars, batch.rates)
 
     def _adamw_step(self) -> None:
         groups = [group for group in self.param_groups if not group["use_muon"]]
@@ -186,87 +339,7 @@ class Muon(Optimizer):
         self._adamw.step()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_newton_schulz": self._newton_schulz, "_adamw_options": self._adamw_options}
-        return {**super().__getstate__(), **kept, "_adamw": None, "_planned": False}
-
-
-@dataclass
-class _Batch:
-    """Equal matrices of one step, one entry each: weights, gradients, momentum buffers, (decay, rate)."""
-
-    weights: list[Tensor]
-    gradients: list[Tensor]
-    momenta: list[Tensor]
-    rates: list[tuple[float, float]]
-
-    def add(self, p: Tensor, gradient: Tensor, momentum: Tensor, rate: tuple[float, float]) -> None:
-        """A parameter's matrices."""
-        if p.ndim == 2:
-            self.weights.append(p)
-            self.gradients.append(gradient)
-            self.momenta.append(momentum)
-            self.rates.append(rate)
-            return
-        self.weights += p.unbind()
-        self.gradients += gradient.unbind()
-        self.momenta += momentum.unbind()
-        self.rates += [rate] * len(p)
-
-
-def _kind(group: dict[str, Any], p: Tensor, gradient_dtype: torch.dtype) -> tuple[Any, ...]:
-    """What a parameter's matrices must share to run together: device, dtypes, rows, cols, momentum's mode and μ."""
-    return p.device, p.dtype, gradient_dtype, *p.shape[-2:], "n" if group["nesterov"] else "m", float(group["momentum"])
-
-
-def _groups_of(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> list[dict[str, Any]]:
-    """A module's parameters as a Muon group and an AdamW group, each (name, parameter) in the module's order."""
-    named = {
-        name: p for name, p in module.named_parameters() if p.requires_grad or p.is_floating_point()
-    }
-    selection = select(((name, tuple(p.shape)) for name, p in named.items()), include, exclude)
-    for pattern in unmatched([*include, *exclude], named):
-        logger.warning("pattern %r matches no parameter of %s", pattern, type(module).__name__)
-    matrices = [(matrix.name, named[matrix.name]) for matrix in selection.matrices]
-    rest = [(left.name, named[left.name]) for left in selection.left_out]
-    groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
-    found = [group for group in groups if group["params"]]
-    if not found:
-        raise UsageError(f"{type(module).__name__} has no parameters to optimize")
-    return found
-
-
-def _name(group: dict[str, Any], index: int, position: int) -> str:
-    names = group.get("param_names")
-    shape = "x".join(str(extent) for extent in group["params"][position].shape)
-    return f"parameter {names[position]!r}" if names else f"parameter {position} of group {index} ({shape})"
-
-
-def _check_adamw(options: dict[str, Any], where: str) -> None:
-    """UsageError for AdamW's lr, betas, eps, weight_decay; ``where`` stands in front of the option's name."""
-    for option in ("lr", "weight_decay", "eps"):
-        checks.number(where + option, options[option])
-    betas = options["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise UsageError(f"{where}betas must be two numbers in [0, 1), not {shown(betas)}")
-    for place, beta in enumerate(betas):
-        checks.number(f"{where}betas[{place}]", beta, below=1.0)
-
-
-def _check_group(group: dict[str, Any], index: int) -> None:
-    where = f"group {index}: "
-    if not group["use_muon"]:
-        _check_adamw(group, where)
-        return
-    for option in ("lr", "weight_decay"):
-        checks.number(where + option, group[option])
-    checks.number(f"{where}momentum", group["momentum"], below=1.0)
-    checks.flag(f"{where}nesterov", group["nesterov"])
-    checks.one_of("scale", group["scale"], SCALES, where)
-    for position, p in enumerate(group["params"]):
-        if not p.is_floating_point():
-            raise UsageError(f"{_name(group, index, position)}: Muon needs real floating-point weights, not {p.dtype}")
-        if p.ndim not in (2, 3) or 0 in p.shape:
-            raise UsageError(
-                f"{_name(group, index, position)}: Muon takes matrices and 3-D batches of them; "
-                "put it in a group with use_muon=False"
-            )
+        derived = ("_adamw", "_planned", "_layouts")
+        own = ("_newton_schulz", "_adamw_options", "_skip_nonfinite", "_momentum_dtype", "skipped_steps")
+        fresh: dict[str, Any] = dict(zip(derived, (None, False, {}), strict=True))
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **fresh}

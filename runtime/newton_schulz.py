@@ -16,8 +16,9 @@ from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import DTYPES
-from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, default_dtype
+from dmuon_tune.recipe import DEFAULT_STEPS, Group, default_dtype
 from dmuon_tune.recipe import groups as cut
+from dmuon_tune.restarts import choose_restarts
 from dmuon_tune.words import counted
 
 from .ends import Ends, resolve_ends
@@ -33,22 +34,22 @@ class GramNewtonSchulz:
     """``orthogonalize(X)``: the polar factor of each matrix of X, (..., rows, cols), in X's dtype.
 
     ``coefficients`` is a name of :data:`COEFFICIENTS`, a set, an (a, b, c) or a sequence of them; ``restarts`` are the
-    steps (from 0) before which the Gram form returns to X; ``dtype`` is the chain's arithmetic (default: float16 on a
-    GPU, float32 on a CPU) with fp32 accumulation; ``eps`` is added to norm_factor · ‖X‖_F (the small form knows none).
-    With 0, the default, the result does not depend on the scale of X: norms from 1e-33 to 1e33 are exact (float64 has
-    no such limit), zero matrices give zero, NaN and inf give NaN in their matrix. Kernels come from ``plan``, or, when
-    a shape or a dtype first comes, from the caches in ``layers`` (default: those of this machine) with ``on_miss`` as
-    in :func:`plan`. On a GPU the products are replayed from the second call of a shape on as a CUDA graph, unless
-    ``graphs`` is False; a call inside a capture of your own is captured launch by launch. A tall matrix is never
-    transposed by a copy. A pickle or deep copy resolves its kernels anew, from the caches of the machine where it
-    lands. Threads may share one: their calls wait for each other.
+    steps (from 0) before which the Gram form returns to X (default: those that ``restarts.choose_restarts`` finds);
+    ``dtype`` is the chain's arithmetic (default: float16 on a GPU, float32 on a CPU) with fp32 accumulation; ``eps`` is
+    added to norm_factor · ‖X‖_F (the small form knows none). With 0, the default, the result does not depend on the
+    scale of X: norms from 1e-33 to 1e33 are exact (float64 has no such limit), zero matrices give zero, NaN and inf
+    give NaN in their matrix. Kernels come from ``plan``, or, when a shape or a dtype first comes, from the caches in
+    ``layers`` (default: those of this machine) with ``on_miss`` as in :func:`plan`. On a GPU the products are replayed
+    from the second call of a shape on as a CUDA graph, unless ``graphs`` is False; a call inside a capture of your own
+    is captured launch by launch. A tall matrix is never transposed by a copy. A pickle or deep copy resolves its
+    kernels anew, from the caches of the machine where it lands. Threads may share one: their calls wait for each other.
     """
 
     def __init__(
         self,
         coefficients: Coefficients = DEFAULT_COEFFICIENTS,
         steps: int = DEFAULT_STEPS,
-        restarts: Sequence[int] = DEFAULT_RESTARTS,
+        restarts: Sequence[int] | None = None,
         dtype: str | torch.dtype | None = None,
         plan: Plan | None = None,
         layers: Layers | None = None,
@@ -58,6 +59,8 @@ class GramNewtonSchulz:
     ) -> None:
         self.coefficients = coefficient_set(coefficients)
         self.triples = self.coefficients.take(steps)
+        if restarts is None:
+            restarts = choose_restarts(self.coefficients, steps)
         self.restarts = tuple(sorted({step for step in checks.integers("restarts", restarts) if step < steps}))
         checks.number("eps", eps)
         checks.flag("graphs", graphs)
@@ -111,6 +114,12 @@ class GramNewtonSchulz:
             self._planned.setdefault((device, group), planned)
         return resolved
 
+    def planned(self, group: Group, device: torch.device) -> GroupPlan:
+        """How this group runs, resolved when it first comes."""
+        if (device, group) not in self._planned:
+            self.plan_for([group], device)
+        return self._planned[device, group]
+
     def prepare(
         self, group: Group, device: torch.device, dtype: torch.dtype, mode: str, out_dtype: torch.dtype
     ) -> None:
@@ -144,9 +153,7 @@ class GramNewtonSchulz:
         """A group's chain and the ends for these dtypes, resolved when they first come."""
         key = device, group, dtype, mode, out_dtype, updates_weights
         if key not in self._ends:
-            if (device, group) not in self._planned:
-                self.plan_for([group], device)
-            planned = self._planned[device, group]
+            planned = self.planned(group, device)
             self._ends[key] = self._resolved(planned, device, dtype, mode, out_dtype, updates_weights)
             if (device, group) not in self._chains:
                 workspace = self._workspaces.setdefault(device, Workspace(device))

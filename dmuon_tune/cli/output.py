@@ -5,38 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from dmuon_tune.errors import DmuonTuneError
-
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # a compiler's log may hold what a terminal obeys
+from dmuon_tune.words import table as table
 
 
 class OutputError(DmuonTuneError):
     """Stdout takes no more, such as on a full disk. Exit code 1."""
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Aligned columns two spaces apart; numbers to the right; None as a dash. No colour, no lines: greppable."""
-    texts = [[_text(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in [list(headers), *texts]) for column in range(len(headers))]
-    numeric = [
-        bool(rows) and all(cell is None or (isinstance(cell, int | float)) for cell in (row[column] for row in rows))
-        for column in range(len(headers))
-    ]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, numeric, strict=True)
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(headers), *(line(row) for row in texts)])
 
 
 def microseconds(value: float | None) -> str | None:
@@ -112,10 +91,6 @@ def note(text: str) -> None:
 
 def warn(text: str) -> None:
     note(f"warning: {text}")
-
-
-def _text(cell: Any) -> str:
-    return "-" if cell is None else CONTROL.sub(" ", str(cell))
 
 
 class LogLines(logging.Handler):

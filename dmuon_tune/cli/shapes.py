@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections import defaultdict
 from typing import Any
 
-from dmuon_tune.words import counted
+from dmuon_tune.words import counted, name_patterns
 
 from . import options, workload
 from .output import note, print_json, say, table
@@ -44,27 +43,14 @@ def _matrix_rows(found: workload.Workload) -> list[list[Any]]:
         named[matrix.rows, matrix.cols].append(matrix.name)
     counts = found.selection.counts()
     ordered = sorted(counts, key=lambda shape: (shape[0] * shape[1], shape))
-    return [[*shape, counts[shape], _patterns(named[shape])] for shape in ordered]
+    return [[*shape, counts[shape], name_patterns(named[shape])] for shape in ordered]
 
 
 def _left_out_rows(found: workload.Workload) -> list[list[Any]]:
     named: dict[tuple[str, str], list[str]] = defaultdict(list)
     for left in found.selection.left_out:
         named[left.reason, "x".join(map(str, left.shape)) or "scalar"].append(left.name)
-    return [[reason, len(names), shape, _patterns(names)] for (reason, shape), names in sorted(named.items())]
-
-
-def _patterns(names: list[str]) -> str:
-    """The names with layer numbers as ``*``; those that differ in the module's name alone joined: ``{q,k}.weight``."""
-    joined: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for pattern in sorted({re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names}):
-        path, dot, leaf = pattern.rpartition(".")
-        above, _, owner = path.rpartition(".")
-        joined[f"{above}." if above else "", dot + leaf].append(owner)
-    return " ".join(
-        f"{above}{owners[0] if len(owners) == 1 else '{' + ','.join(owners) + '}'}{leaf}"
-        for (above, leaf), owners in joined.items()
-    )
+    return [[reason, len(names), shape, name_patterns(names)] for (reason, shape), names in sorted(named.items())]
 
 
 def _json(found: workload.Workload) -> dict[str, Any]:

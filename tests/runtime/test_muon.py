@@ -6,7 +6,6 @@ import copy
 import inspect
 import math
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,44 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dmuon_tune.errors import UsageError
-from dmuon_tune.runtime import COEFFICIENTS, Muon
+from dmuon_tune.runtime import Muon, Split
 
-JORDAN = (3.4445, -4.7750, 2.0315)
-SCALE: dict[str, Callable[[int, int], float]] = {
-    "jordan": lambda out, into: max(1.0, out / into) ** 0.5,
-    "moonlight": lambda out, into: 0.2 * max(out, into) ** 0.5,
-    "spectral": lambda out, into: (out / into) ** 0.5,
-    "none": lambda out, into: 1.0,
-}
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def reference(
-    weight: Tensor, gradients: list[Tensor], lr: float, mu: float, nesterov: bool, decay: float, scale: str,
-    name: str = "jordan",
-) -> Tensor:
-    """Muon in float64 as its definition says, on one matrix."""
-    w, m = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
-    known = COEFFICIENTS[name]
-    for gradient in gradients:
-        m = mu * m + gradient.double()
-        x = gradient.double() + mu * m if nesterov else m
-        x = x / (known.norm_factor * x.norm() + 1e-7)
-        for a, b, c in known.take(5):
-            x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
-        w = (1 - lr * decay) * w - lr * SCALE[scale](*weight.shape) * x
-    return w
-
-
-def run(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: list[list[Tensor]]) -> None:
-    for gradients in steps:
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient.to(weight.dtype)
-        optimizer.step()
-
+from .reference import JORDAN, SCALE, gaussian, loss_of, network, reference, run, train
 
 SHAPES = [(12, 30), (30, 12), (12, 30), (16, 16), (1, 20), (20, 1)]
 
@@ -106,23 +70,6 @@ def test_agrees_with_torch_optim_muon(theirs: str, ours: str, nesterov: bool) ->
     for a, b in zip(mine, peer, strict=True):
         # two bf16 chains, each within bf16's rounding (2^-8 an element, amplified by the iteration) of the exact one
         assert (a - b).norm() < 0.03 * 3 * 0.05 * math.sqrt(a.numel())
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.LayerNorm(24), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 6))
-
-
-def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
-    x = gaussian(32, 12, seed=seed)
-    return ((model(x) - x[:, :6].sin()) ** 2).mean()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss_of(model, seed).backward()
-        optimizer.step()
 
 
 def test_module_is_split_and_the_rest_is_adamw() -> None:
@@ -303,10 +250,14 @@ WRONG_TYPES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("nesterov", "graphs"), WRONG_FLAGS),
     "scale": WRONG_NAMES, "on_miss": ("x", 3, True, 0, ["error"]), "steps": WRONG_INTEGERS,
     "coefficients": ("x", 3, None, True, (1.0, 2.0), (True, 1.0, 1.0), (("1", "2", "3"),), ((1.0, 2.0, None),)),
-    "restarts": (2, "2", None, True, (2.0,), (True,), (0,), ("a",)),
+    "restarts": (2, "2", True, (2.0,), (True,), (0,), ("a",)),
     "ns_dtype": ("float8", 16, True, torch.int8),
     **dict.fromkeys(("include", "exclude"), ("0.weight", 3, None, (3,), True)),
     "layers": ("cache.sqlite", 3, False),
+    **dict.fromkeys(("cautious", "maximize", "skip_nonfinite", "verbose"), WRONG_FLAGS),
+    "momentum_form": WRONG_NAMES, "momentum_dtype": ("float8", "x", 16, True, torch.int8, "nn"),
+    "flatten": ("0.weight", 3, None, (3,), True),
+    "splits": ((2, 3), "x", {"a": 3}, {"a": (2.0,)}, {"a": ()}, {"a": "12"}, {3: (2,)}, {"a": Split((1,), 2)}),
 }
 
 

@@ -1,0 +1,51 @@
+"""Weight updates that no kernel's epilogue knows: cautious decay, and a learning rate that lies on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one matrix moves by: W ← (1 − lr·weight_decay)W − lr·factor·polar; ``factor`` below 0 maximizes.
+
+    ``cautious``: only entries that the update moves towards 0 decay (arXiv 2510.12402).
+    """
+
+    lr: float | Tensor
+    weight_decay: float
+    factor: float
+    cautious: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether (decay, rate) as two numbers says it all."""
+        return not isinstance(self.lr, Tensor) and not (self.cautious and self.weight_decay)
+
+    def numbers(self) -> tuple[float, float]:
+        """(decay, rate) of W ← decay·W − rate·polar."""
+        assert not isinstance(self.lr, Tensor)
+        return 1.0 - self.lr * self.weight_decay, self.lr * self.factor
+
+
+def learning_rate(given: float | Tensor) -> float | Tensor:
+    """A number, or the tensor itself where reading it would wait for a device."""
+    return given if isinstance(given, Tensor) and given.device.type != "cpu" else float(given)
+
+
+def move(weights: Sequence[Tensor], polars: Tensor, rates: Sequence[Rate]) -> None:
+    """Update weights by their polar factors, (batch, rows, cols) of the weights' dtype, each at its rate."""
+    for rate in dict.fromkeys(rates):
+        places = [place for place, other in enumerate(rates) if other is rate or other == rate]
+        some = [weights[place] for place in places]
+        polar = polars if len(places) == len(polars) else polars[places]
+        old = torch.stack(some)
+        new = old * (1 - rate.lr * rate.weight_decay)
+        if rate.cautious:
+            new = torch.where(polar * old * rate.factor >= 0, new, old)
+        new -= polar * (rate.lr * rate.factor)
+        torch._foreach_copy_(some, new.unbind())

@@ -1,0 +1,331 @@
+"""Muon as a torch.optim.Optimizer: what users, schedulers, scalers and checkpoints rely on, and what bad input does."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from dmuon_tune.errors import UsageError
+from dmuon_tune.runtime import Muon
+
+from .reference import gaussian, loss_of, network, reference, run, train
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Copies of every parameter and of all of its state."""
+    return [
+        (p.detach().clone(), {key: copy.deepcopy(value) for key, value in optimizer.state.get(p, {}).items()})
+        for p in model.parameters()
+    ]
+
+
+def assert_unchanged(before: list[Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for (p, state), (was, held) in zip(snapshot(model, optimizer), before, strict=True):
+        assert torch.equal(p, was) and state.keys() == held.keys()
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                assert torch.equal(value, held[key]), key
+            else:
+                assert type(value) is type(held[key]), key
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def sparse(model: nn.Module) -> None:
+    bias = model.get_parameter("5.bias")
+    bias.grad = bias.grad.to_sparse() if bias.grad is not None else None
+
+
+def another_shape(model: nn.Module) -> None:
+    weight = model.get_parameter("3.weight")
+    weight.data = torch.zeros(24, 25)
+    weight.grad = torch.zeros(24, 25)
+
+
+FAILURES: dict[str, tuple[Callable[[nn.Module, Muon], Any], str]] = {
+    "a sparse gradient of AdamW's": (lambda model, muon: sparse(model), "'5.bias': its gradient is sparse"),
+    "state on another device": (
+        lambda model, muon: muon.state[model.get_parameter("5.weight")].update(
+            momentum_buffer=torch.zeros(6, 24, device="meta")
+        ),
+        "'5.weight': its momentum_buffer is on meta, the parameter on cpu; move a model before",
+    ),
+    "AdamW's state of another shape": (
+        lambda model, muon: muon.state[model.get_parameter("5.bias")].update(exp_avg=torch.zeros(7)),
+        r"'5.bias': its exp_avg is \(7,\), the parameter \(6,\)",
+    ),
+    "a NaN learning rate": (
+        lambda model, muon: muon.param_groups[1].update(lr=math.nan), "group 1: lr must be a finite number"
+    ),
+    "an unknown scale": (lambda model, muon: muon.param_groups[0].update(scale="x"), "group 0: unknown scale 'x'"),
+    "splits that no longer add up": (
+        lambda model, muon: (muon.param_groups[0].update(split=(5, 6)), muon._forget()),
+        "add up to 11, not to its 24 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_failed_step_changes_nothing(how: str) -> None:
+    breaks, message = FAILURES[how]
+    model = network()
+    optimizer = Muon(model)
+    train(model, optimizer, range(2))
+    loss_of(model, 3).backward()
+    breaks(model, optimizer)
+    before = snapshot(model, optimizer)
+    with pytest.raises(UsageError, match=message):
+        optimizer.step()
+    assert_unchanged(before, model, optimizer)
+
+
+def test_a_parameter_that_changed_its_shape_is_named() -> None:
+    model = network()
+    optimizer = Muon(model)
+    train(model, optimizer, range(1))
+    another_shape(model)
+    with pytest.raises(UsageError, match=r"'3.weight': its momentum_buffer is \(24, 24\), the parameter \(24, 25\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["3.weight", "2.bias"])
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_where_asked(value: float, name: str) -> None:
+    model = network()
+    optimizer = Muon(model, skip_nonfinite=True)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    gradient.view(-1)[3] = value
+    before = snapshot(model, optimizer)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1 and optimizer.report().scalars()["muon/skipped_steps"] == 1
+    assert_unchanged(before, model, optimizer)
+    train(model, optimizer, range(3, 4))
+    assert optimizer.skipped_steps == 1 and all(p.isfinite().all() for p in model.parameters())
+
+
+def test_gradients_of_any_finite_size_are_no_reason_to_skip() -> None:
+    weights = [nn.Parameter(gaussian(4, 6, seed=i)) for i in range(2)]
+    optimizer = Muon(weights, skip_nonfinite=True)
+    run(optimizer, weights, [[gaussian(4, 6) * 1e38 / gaussian(4, 6).abs().max(), torch.zeros(4, 6)]])
+    assert optimizer.skipped_steps == 0
+
+
+def test_without_it_nan_spreads_over_its_own_matrix_alone() -> None:
+    weights = [nn.Parameter(gaussian(4, 6, seed=i)) for i in range(3)]
+    bad = gaussian(4, 6)
+    bad[1, 2] = math.nan
+    run(Muon(weights), weights, [[gaussian(4, 6, seed=8), bad, gaussian(4, 6, seed=9)]])
+    assert [bool(weight.isfinite().all()) for weight in weights] == [True, False, True]
+
+
+@pytest.mark.parametrize("make", [
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.05, 0.01], total_steps=8, base_momentum=0.8),
+    lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
+    lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [3]
+    ),
+], ids=["one cycle", "cosine", "sequential"])
+def test_schedulers_drive_it_and_resume(make: Any) -> None:
+    model = network()
+    optimizer = Muon(model)
+    if "OneCycle" in str(make.__code__.co_names):
+        for group in optimizer.param_groups:
+            group.setdefault("momentum", 0.9)  # the scheduler wants one in every group
+    scheduler = make(optimizer)
+    rates = []
+    for seed in range(4):
+        train(model, optimizer, range(seed, seed + 1))
+        scheduler.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    assert all(len({rate[place] for rate in rates}) > 1 for place in range(2))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_tensor_as_learning_rate_is_read_at_every_step() -> None:
+    one, other = nn.Parameter(gaussian(6, 9)), nn.Parameter(gaussian(6, 9))
+    lr = torch.tensor(0.5)
+    by_tensor, by_number = Muon([one], lr=lr), Muon([other], lr=0.5)
+    for step in range(3):
+        lr.fill_(0.5 / (step + 1))
+        by_number.param_groups[0]["lr"] = float(lr)
+        for optimizer, weight in ((by_tensor, one), (by_number, other)):
+            run(optimizer, [weight], [[gaussian(6, 9, seed=step)]])
+    assert torch.equal(one, other) and by_tensor.param_groups[0]["lr"] is lr
+
+
+def test_maximize_goes_up_for_both_optimizers() -> None:
+    down, up = network(), network()
+    for model, sign in ((down, 1.0), (up, -1.0)):
+        optimizer = Muon(model, maximize=model is up)
+        for seed in range(3):
+            optimizer.zero_grad()
+            (sign * loss_of(model, seed)).backward()
+            optimizer.step()
+    for a, b in zip(down.parameters(), up.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_hooks_run_around_a_step() -> None:
+    model, ran = network(), list[str]()
+    optimizer = Muon(model)
+    optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+    train(model, optimizer, range(2))
+    assert ran == ["before", "after"] * 2
+
+
+def test_grad_scaler_skips_what_overflowed_and_steps_otherwise() -> None:
+    model = network()
+    optimizer, scaler = Muon(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    twin = copy.deepcopy(model)
+    plain = Muon(twin)
+    for seed in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, seed)).backward()
+        gradient = model.get_parameter("0.weight").grad
+        if seed == 2 and gradient is not None:
+            gradient.fill_(math.inf)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        if seed != 2:
+            train(twin, plain, range(seed, seed + 1))
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_deep_copy_goes_on_alone() -> None:
+    model = network()
+    optimizer = Muon(model, momentum_form="ema")
+    train(model, optimizer, range(2))
+    twin, copied = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(2, 4))
+    assert not equal(model, twin)
+    train(twin, copied, range(2, 4))
+    assert equal(model, twin)
+
+
+def test_it_trains_a_compiled_model() -> None:
+    model, twin = network(), network()
+    compiled: Any = torch.compile(model, backend="eager")
+    by_compiled, plain = Muon(compiled), Muon(twin)
+    assert [len(group["params"]) for group in by_compiled.param_groups] == [3, 5]
+    train(compiled, by_compiled, range(3))
+    train(twin, plain, range(3))
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_parameter_that_never_had_a_gradient_gets_no_state() -> None:
+    model = network()
+    optimizer = Muon(model)
+    model.get_parameter("3.weight").requires_grad_(False)
+    train(model, optimizer, range(1))
+    assert model.get_parameter("3.weight") not in optimizer.state
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_momentum_keeps_its_values_through_a_checkpoint_of_another_dtype(saved: str, loaded: str) -> None:
+    dtypes: list[torch.dtype] = [getattr(torch, name) for name in (saved, loaded)]
+    first, second = (nn.Parameter(gaussian(6, 10, dtype=dtype)) for dtype in dtypes)
+    optimizer = Muon([first], momentum_form="ema")
+    run(optimizer, [first], [[gaussian(6, 10, seed=1)]])
+    held = optimizer.state[first]["momentum_buffer"]
+    state = copy.deepcopy(optimizer.state_dict())
+    for asked, want in ((None, dtypes[1]), ("float32", torch.float32)):
+        restored = Muon([second], momentum_dtype=asked)
+        restored.load_state_dict(copy.deepcopy(state))
+        buffer = restored.state[second]["momentum_buffer"]
+        # through the parameter's dtype, as PyTorch loads, fp32 would have lost 16 bits before it was fp32 again
+        assert buffer.dtype == want and torch.equal(buffer, held.to(want))
+        assert restored.param_groups[0]["momentum_form"] == "ema"
+        run(restored, [second], [[gaussian(6, 10, seed=2)]])
+
+
+def test_state_of_another_model_is_refused_and_nothing_kept_of_it() -> None:
+    model, wider = network(), nn.Sequential(*network())
+    wider[0] = nn.Linear(13, 24)
+    optimizer, other = Muon(model), Muon(wider)
+    train(model, optimizer, range(2))
+    for p in wider.parameters():
+        p.grad = torch.ones_like(p)
+    other.step()
+    before, lr = snapshot(model, optimizer), optimizer.param_groups[0]["lr"]
+    state = other.state_dict()
+    state["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(UsageError, match=r"'0.weight': its momentum_buffer is \(24, 13\), the parameter \(24, 12\)"):
+        optimizer.load_state_dict(state)
+    assert_unchanged(before, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == lr
+    state["param_groups"][0]["use_muon"] = False
+    with pytest.raises(UsageError, match="group 0 is Muon's here and was AdamW's"):
+        optimizer.load_state_dict(state)
+    train(model, optimizer, range(2, 3))
+
+
+def test_a_checkpoint_from_before_an_option_was_there_loads() -> None:
+    model = network()
+    optimizer = Muon(model, cautious=True)
+    train(model, optimizer, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    for name in ("cautious", "momentum_form", "split", "split_dim", "flatten", "maximize"):
+        state["param_groups"][0].pop(name)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["cautious"] is True
+    train(model, optimizer, range(1, 2))
+
+
+def test_how_parameters_are_split_is_the_models_and_not_the_checkpoints() -> None:
+    whole, cut = (nn.Parameter(gaussian(8, 12)) for _ in range(2))
+    saved, optimizer = Muon([whole]), Muon([{"params": [cut], "split": (4, 4)}])
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.param_groups[0]["split"] == (4, 4)
+
+
+def test_a_gradient_that_lies_otherwise_and_clipping() -> None:
+    weight = nn.Parameter(gaussian(6, 10))
+    start = weight.detach().clone()
+    optimizer = Muon([weight], lr=0.1, coefficients="jordan")
+    weight.grad = gaussian(10, 6, seed=3).mT
+    norm = nn.utils.clip_grad_norm_([weight], 0.5)
+    assert float(norm) == pytest.approx(float(gaussian(10, 6, seed=3).norm()))
+    optimizer.step()
+    want = reference(start, [gaussian(10, 6, seed=3).mT], 0.1, 0.95, True, 0.0, "jordan")
+    torch.testing.assert_close(weight.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32])
+def test_adamws_parameters_must_be_real_too(dtype: torch.dtype) -> None:
+    bad = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+    with pytest.raises(UsageError, match=f"'gate': AdamW needs real floating-point weights here, not {dtype}"):
+        Muon([{"params": [("gate", bad)], "use_muon": False}])
+
+
+def test_no_parameters_is_an_error() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Muon([])
+    with pytest.raises(UsageError, match="Tanh has no parameters to optimize"):
+        Muon(nn.Tanh())
+
+
+def test_pickling_keeps_options() -> None:
+    model = network()
+    optimizer = Muon(model, skip_nonfinite=True, momentum_dtype="float64", maximize=True)
+    _, restored = pickle.loads(pickle.dumps((model, optimizer)))
+    assert restored._skip_nonfinite and restored._momentum_dtype == torch.float64
+    assert restored.param_groups[0]["maximize"] is True
