@@ -10,6 +10,7 @@ from logging import getLogger
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from dmuon_tune import chains
 from dmuon_tune.chains import Last
@@ -146,15 +147,21 @@ class GroupChain:
         """W ← decay·W − rate·polar, for each of the weights with its (decay, rate)."""
         workspace = self._entered()
         for piece in self._pieces(gradients, momentum, ends, workspace, weights):
-            members, their_rates = weights[piece.part], rates[piece.part]
-            if piece.fused is not None:
-                addresses = self._weights[piece.index].holding(tuple([weight.data_ptr() for weight in members]))
-                table = self._rates[piece.index].holding(tuple([value for pair in their_rates for value in pair]))
-                piece.fused(piece.last.q, piece.last.x, addresses, table, *piece.last.scalars)
-            else:
-                polar = workspace.buffer("polar", (piece.size, *members[0].shape), members[0].dtype)
-                self._write(piece, ends, polar, workspace)
-                _move(members, polar.unbind(), their_rates)
+            with record_function("Muon: update"):
+                self._update(piece, ends, weights[piece.part], rates[piece.part], workspace)
+
+    def _update(
+        self, piece: _Piece, ends: Ends, weights: Sequence[Tensor], rates: Sequence[tuple[float, float]],
+        workspace: Workspace,
+    ) -> None:
+        if piece.fused is not None:
+            addresses = self._weights[piece.index].holding(tuple([weight.data_ptr() for weight in weights]))
+            table = self._rates[piece.index].holding(tuple([value for pair in rates for value in pair]))
+            piece.fused(piece.last.q, piece.last.x, addresses, table, *piece.last.scalars)
+        else:
+            polar = workspace.buffer("polar", (piece.size, *weights[0].shape), weights[0].dtype)
+            self._write(piece, ends, polar, workspace)
+            _move(weights, polar.unbind(), rates)
 
     def _entered(self) -> Workspace:
         """The shared buffers; in a capture of the caller's buffers of its own, which its graph then keeps."""
@@ -176,7 +183,8 @@ class GroupChain:
         x, y, _, tables = buffers
         first = None if direct else self._first(matrices, momentum, ends, x)
         if first is not None and (self._small or momentum.mode != "none" or ends.first is None):
-            first()
+            with record_function("Muon: momentum"):
+                first()
             first = None
         start = 0
         for index, size in enumerate(self._sizes):
@@ -190,7 +198,8 @@ class GroupChain:
             else:
                 with_identity = ends.with_identity.get(size) if fused is not None else None
                 begun = first if index == 0 else None
-                last = self._products(index, part, buffers, workspace, begun, with_identity)
+                with record_function("Muon: chain"):
+                    last = self._products(index, part, buffers, workspace, begun, with_identity)
             yield _Piece(index, part, size, last, direct, fused)
 
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
