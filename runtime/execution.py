@@ -99,30 +99,45 @@ class GroupChain:
         self._rates = [Static(device, torch.float32, columns=2) for _ in pieces]
 
     def polar(self, matrices: Tensor, ends: Ends, out: Tensor) -> None:
-        """The polar factors of a batch into ``out``, contiguous, of the dtype that ``ends`` are made for."""
-        workspace = self._entered()
-        if self._graphs and self._whole and not self._small and workspace is self._workspace:
-            whole = self._whole_graph(matrices, ends, out)
-            if whole is not None:
-                self._gradients.holding(_addresses(matrices))
-                whole.graph.replay()
-                return
-        for piece in self._pieces(matrices, GIVEN, ends, workspace):
-            self._write(piece, ends, out if self._whole else out[piece.part], workspace)
+        """The polar factors of a batch, (..., rows, cols), into ``out``, contiguous, of its shape and of the dtype that
+        ``ends`` are made for."""
+        if self._replayed(matrices, ends, out):
+            return
+        with torch.no_grad():
+            workspace, shape = self._entered(), (-1, *out.shape[-2:])
+            matrices, out = matrices.detach().contiguous().view(shape), out.view(shape)
+            if self._graphs and self._whole and not self._small and workspace is self._workspace:
+                self._capture_whole(matrices, ends, out)
+                if self._replayed(matrices, ends, out):
+                    return
+            for piece in self._pieces(matrices, GIVEN, ends, workspace):
+                self._write(piece, ends, out if self._whole else out[piece.part], workspace)
 
-    def _whole_graph(self, matrices: Tensor, ends: Ends, out: Tensor) -> _Replay | None:
-        """The graph of all that writes this result, made when its address comes again; None before, or without one."""
+    def _replayed(self, matrices: Tensor, ends: Ends, out: Tensor) -> bool:
+        """Whether there was a graph of all that writes this result, which then ran."""
+        held = self._wholes.get((out.data_ptr(), ends.first, None))
+        if held is None or held.version != self._workspace.version or not matrices.is_contiguous():
+            return False
+        if capturing(self._device):
+            return False
+        self._workspace.follow()
+        self._gradients.holding(_spaced(matrices, self._planned.recipe.group.batch))
+        held.graph.replay()
+        return True
+
+    def _capture_whole(self, matrices: Tensor, ends: Ends, out: Tensor) -> None:
+        """Make the graph of all that writes this result, where its address comes again."""
         key, version = (out.data_ptr(), ends.first, None), self._workspace.version
         held = self._wholes.get(key)
         if held is not None and held.version == version:
-            return held
+            return
         if any(other.version != version for other in self._wholes.values()):
             self._wholes.clear()
         if key not in self._recent:
             self._recent.append(key)
-            return None
+            return
         if ends.first is None or len(self._wholes) == MAX_WHOLE_GRAPHS or not _writable(out):
-            return None
+            return
         buffers = self._work(self._workspace)
         first = self._first(matrices, GIVEN, ends, buffers[0])
         part = slice(0, self._sizes[0])
@@ -138,7 +153,6 @@ class GroupChain:
             self._graphs = False
         else:
             self._wholes[key] = held
-        return held
 
     def step(
         self, gradients: Matrices, momentum: Momentum, ends: Ends, weights: Sequence[Tensor],
@@ -313,10 +327,14 @@ class GroupChain:
 def _addresses(matrices: Matrices) -> Sequence[int]:
     """Where each matrix begins."""
     if isinstance(matrices, Tensor):
-        start, count, rows, cols = matrices.data_ptr(), *matrices.shape
-        step = rows * cols * matrices.element_size()
-        return range(start, start + count * step, step)
+        return _spaced(matrices, matrices.shape[0])
     return tuple([matrix.data_ptr() for matrix in matrices])
+
+
+def _spaced(matrices: Tensor, count: int) -> range:
+    """Where each of ``count`` matrices in one contiguous tensor begins."""
+    start, size = matrices.data_ptr(), matrices.nbytes
+    return range(start, start + size, size // count)
 
 
 def _writable(tensor: Tensor) -> bool:

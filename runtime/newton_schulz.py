@@ -79,6 +79,7 @@ class GramNewtonSchulz:
         self._workspaces: dict[torch.device, Workspace] = {}
         self._chains: dict[tuple[torch.device, Group], GroupChain] = {}
         self._ends: dict[tuple[Any, ...], Ends] = {}
+        self._parts: dict[tuple[Any, ...], list[tuple[slice, GroupChain, Ends]]] = {}
         self._lock = RLock()  # calls share the work buffers
         if plan is not None:
             self._check_given(plan)
@@ -89,22 +90,31 @@ class GramNewtonSchulz:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The polar factors of ``x``, (..., rows, cols), as a new tensor of x's dtype; x itself is not changed."""
+        device = x.device
+        key = x.shape, x.dtype, device
+        with self._lock, device_context(device):
+            parts = self._parts.get(key)
+            if parts is None:
+                parts = self._parts[key] = self._parts_of(x)
+            result = torch.empty(x.shape, dtype=x.dtype, device=device)
+            if len(parts) == 1:
+                ((_, chain, ends),) = parts
+                chain.polar(x, ends, result)
+            elif parts:
+                matrices, polars = (t if t.ndim == 3 else t.reshape(-1, *t.shape[-2:]) for t in (x.detach(), result))
+                for part, chain, ends in parts:
+                    chain.polar(matrices[part], ends, polars[part])
+        return result
+
+    def _parts_of(self, x: Tensor) -> list[tuple[slice, GroupChain, Ends]]:
+        """What a tensor like this one is cut into: each part's place, chain and ends."""
         if x.ndim < 2 or 0 in x.shape[-2:]:
             raise UsageError(f"Newton–Schulz needs (..., rows, cols) with rows, cols >= 1, not {tuple(x.shape)}")
         if not x.is_floating_point():
             raise UsageError(f"Newton–Schulz needs a real floating-point tensor, not {x.dtype}")
-        device, dtype, (rows, cols) = x.device, x.dtype, x.shape[-2:]
-        result = torch.empty(x.shape, dtype=dtype, device=device)
-        batch = x.numel() // (rows * cols)
-        if not batch:
-            return result
-        with self._lock, torch.no_grad(), device_context(device):
-            matrices, polars = (t if t.ndim == 3 else t.reshape(-1, rows, cols) for t in (x.detach(), result))
-            for part, group in cut_batch(batch, rows, cols):
-                chain, ends = self._bound(group, device, dtype, "none", dtype, False)
-                some, out = (matrices, polars) if group.batch == batch else (matrices[part], polars[part])
-                chain.polar(some.contiguous(), ends, out)
-        return result
+        rows, cols = x.shape[-2:]
+        cut = cut_batch(x.numel() // (rows * cols), rows, cols)
+        return [(part, *self._bound(group, x.device, x.dtype, "none", x.dtype, False)) for part, group in cut]
 
     def plan_for(self, groups: Sequence[Group], device: torch.device) -> Plan:
         """Resolve these groups now, so that a later call finds them in memory; returns their plan."""
@@ -178,7 +188,9 @@ class GramNewtonSchulz:
         return ends
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"_planned": {}, "_workspaces": {}, "_chains": {}, "_ends": {}, "_layers": None}
+        fresh: dict[str, Any] = {
+            "_planned": {}, "_workspaces": {}, "_chains": {}, "_ends": {}, "_parts": {}, "_layers": None,
+        }
         return {name: value for name, value in self.__dict__.items() if name != "_lock"} | fresh
 
     def __setstate__(self, state: dict[str, Any]) -> None:

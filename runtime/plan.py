@@ -37,6 +37,8 @@ GRAM_FROM_M = 4096
 SPAN_TO_M = 1024  # up to this order the Gram form's steps run a span a launch, where an untuned kernel has that
 POLICIES = ("heuristic", "nearest", "tune", "error")
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
 logger = getLogger("dmuon_tune.runtime")
 
 
@@ -180,7 +182,9 @@ def plan(
 
 def device_context(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the current one, as the DSLs compile for it and launch on its current stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def _plan_groups(

@@ -51,9 +51,12 @@ class Constant:
 
     def __init__(self, device: torch.device, rows: Sequence[tuple[float, ...]]) -> None:
         self._device, self._rows = device, tuple(rows)
+        self._tensor: Tensor | None = None
 
     def tensor(self) -> Tensor:
         """(rows, columns)."""
+        if self._tensor is not None:
+            return self._tensor
         if capturing(self._device) and (self._device, self._rows) not in _kept:
             values = [value for row in self._rows for value in row]
             shape = len(self._rows), len(self._rows[0])
@@ -61,7 +64,8 @@ class Constant:
         if (self._device, self._rows) not in _kept:
             with torch.inference_mode(False):
                 _kept[self._device, self._rows] = torch.tensor(self._rows, dtype=torch.float32, device=self._device)
-        return _kept[self._device, self._rows]
+        self._tensor = _kept[self._device, self._rows]
+        return self._tensor
 
 
 # Never freed: a graph of the caller's may outlive all else that holds one. Some sixty bytes for each set and device.
