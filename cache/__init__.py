@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ == "cache":
     raise ImportError("import dmuon_tune.cache, not cache")
 
+from .artefacts import Artefact, ArtefactError, ArtefactStore
 from .chains import ChainKey, ChainTrial
 from .claims import Claims
 from .key import TuningKey
@@ -13,6 +14,6 @@ from .paths import user_cache_path
 from .store import CacheEntry, Store, Trial
 
 __all__ = [
-    "CacheEntry", "ChainKey", "ChainTrial", "Claims", "LayerDescription", "Layers", "Store", "Trial", "TuningKey",
+    "Artefact", "ArtefactError", "ArtefactStore", "CacheEntry", "ChainKey", "ChainTrial", "Claims", "LayerDescription", "Layers", "Store", "Trial", "TuningKey",
     "user_cache_path",
 ]

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 from dmuon_tune.errors import CacheError, DmuonTuneError
 from dmuon_tune.portable import PortableCode
 
-from .database import locate, make_folder
+from .database import describe, locate, make_folder
 from .key import TuningKey
 from .paths import user_cache_path
 
@@ -97,13 +98,20 @@ class ArtefactStore:
     Reading changes nothing, so the folder may be read-only or absent. Every failure is an ArtefactError or CacheError.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, cache: str = "") -> None:
+        """``cache`` names, for messages, the cache whose winners these are."""
         self.folder = Path(folder)
+        self._cache = cache
 
     @classmethod
     def beside(cls, cache: Path | str) -> ArtefactStore:
         """The artefacts of a cache's file or URL."""
-        return cls(artefacts_folder(cache))
+        return cls(artefacts_folder(cache), describe(locate(cache)))
+
+    @property
+    def command(self) -> str:
+        """What builds these artefacts anew."""
+        return f"{BUILD_COMMAND} --cache {shlex.quote(self._cache)}" if self._cache else BUILD_COMMAND
 
     def find(self, key_sha256: str, config: Mapping[str, Any] | None = None) -> Artefact | None:
         """The artefact of an entry's key and configuration (None: of any configuration), None where there is none."""

@@ -17,6 +17,7 @@ from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
+from .artefacts import Artefact, ArtefactError, ArtefactStore
 from .database import describe, locate
 from .paths import listed_caches, site_cache_paths, user_cache_path
 from .store import CacheEntry, Store
@@ -125,6 +126,50 @@ class Layers:
             if found is not None:
                 return layer.label, found
         return None
+
+    @cached_property
+    def _artefact_stores(self) -> list[ArtefactStore]:
+        stores: dict[Path, ArtefactStore] = {}
+        for layer in self._layers:
+            try:
+                store = ArtefactStore.beside(layer.path)
+            except UsageError:  # a malformed URL, of which reading the layer warns
+                continue
+            stores.setdefault(store.folder, store)
+        return list(stores.values())
+
+    def artefact(self, key_sha256: str, config: Mapping[str, Any]) -> tuple[ArtefactStore, Artefact] | None:
+        """A configuration's compiled code and where it lies, from the first layer that has it; ArtefactError where that
+        record is damaged and no other layer has one."""
+        damaged: ArtefactError | None = None
+        for store in self._artefact_stores:
+            try:
+                found = store.find(key_sha256, config)
+            except ArtefactError as error:
+                damaged = damaged or ArtefactError(f"{error}; build it again: {store.command}")
+                continue
+            if found is not None:
+                return store, found
+        if damaged is not None:
+            raise damaged
+        return None
+
+    def artefacts(self, problem: Problem, device: DeviceFingerprint) -> list[Artefact]:
+        """Every artefact of a problem on a device model, of any kernel, configuration and toolchain."""
+        return self._artefacts_by_problem.get((problem, device), [])
+
+    @cached_property
+    def _artefacts_by_problem(self) -> dict[tuple[Problem, DeviceFingerprint], list[Artefact]]:
+        found: dict[tuple[Problem, DeviceFingerprint], list[Artefact]] = {}
+        for store in self._artefact_stores:
+            try:
+                every = store.all()
+            except ArtefactError as error:
+                _warn_once(str(error))
+                continue
+            for artefact in every:
+                found.setdefault((artefact.key.problem, artefact.key.device), []).append(artefact)
+        return found
 
     def descriptions(self) -> list[LayerDescription]:
         """Each layer's ``label``, ``path`` (a URL without its password), ``state`` (ok, absent, unreadable),

@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from dmuon_tune import space
-from dmuon_tune.backends import CompiledKernel, backends
-from dmuon_tune.cache import CacheEntry, Layers
+from dmuon_tune.backends import CompiledKernel, backends, makes_portable
+from dmuon_tune.cache import Artefact, ArtefactError, ArtefactStore, CacheEntry, Layers
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.kernel_specs import kernels, ops
-from dmuon_tune.measure.build import compile_kernel, tuning_key
+from dmuon_tune.measure.build import compile_kernel, load_artefact, tuning_key
 from dmuon_tune.measure.winners import contenders, library_kernel, winner
 from dmuon_tune.problem import Problem, distance, same_code
 from dmuon_tune.recipe import Pick
@@ -35,7 +35,10 @@ UNTUNED_FROM_M = {"cutedsl": 256, "tilelang": 4096}
 
 @dataclass(frozen=True)
 class Binding:
-    """A problem and its callable; ``origin`` is tuned, nearest, heuristic or library, ``layer`` the cache's label."""
+    """A problem and its callable; ``origin`` is tuned, nearest, heuristic or library, ``layer`` the cache's label.
+
+    ``from_artefact`` where its code was compiled before, by ``dmuon-tune cache build``, and is only loaded here.
+    """
 
     problem: Problem
     origin: str
@@ -44,21 +47,27 @@ class Binding:
     config: Mapping[str, Any]
     median_us: float | None
     launch: Callable[..., Any]
+    from_artefact: bool = False
 
 
 @dataclass(frozen=True)
 class _Choice:
+    """``key``: the tuning key's SHA-256 under which an artefact of it is kept."""
+
     origin: str
     spec: KernelSpec
     config: Any
     layer: str = ""
     median_us: float | None = None
+    key: str = ""
 
 
 class Resolver:
     """Binds problems on one device, each once; collects what was ``missing`` and which tuned kernels failed.
 
-    ``build`` makes the callable, called as :func:`dmuon_tune.measure.build.compile_kernel` is.
+    Where the caches hold a kernel's compiled code, that is loaded, and its DSL need not be here. ``build`` makes the
+    callable of what they do not hold, called as :func:`dmuon_tune.measure.build.compile_kernel` is; a ``build`` that is
+    another one is called for all, and nothing is loaded.
     """
 
     def __init__(
@@ -68,7 +77,8 @@ class Resolver:
         use_nearest: bool,
         build: Callable[..., CompiledKernel] = compile_kernel,
     ) -> None:
-        self._build = build
+        self._build, self._loads = build, build is compile_kernel
+        self._unusable: set[str] = set()  # ids of artefacts that are damaged or do not run here
         self.device = device
         self.layers = layers
         self.bound: dict[Problem, Binding] = {}
@@ -132,7 +142,7 @@ class Resolver:
 
     def _when_needed(self, problem: Problem, choice: _Choice) -> Binding:
         """Compiled now; a whole recurrence at its first launch, for a chain's ends have mostly one in other dtypes."""
-        if problem.op != "polar_small":
+        if problem.op != "polar_small" or self._artefact(problem, choice) is not None:
             return self._compiled(problem, choice)
         compiled = cache(lambda: self._compiled(problem, choice).launch)
         return _binding(problem, choice, lambda *arguments: compiled()(*arguments))
@@ -144,6 +154,11 @@ class Resolver:
         return self._compiled_of[key]
 
     def _build_binding(self, problem: Problem, choice: _Choice) -> Binding:
+        loaded = self._loaded(problem, choice)
+        if loaded is not None:
+            return _binding(problem, choice, loaded.launch, from_artefact=True)
+        if self._loads and not self._compiles(choice.spec):  # it was to be loaded
+            return self._compiled(problem, self._choice(problem))
         try:
             launch = self._build(choice.spec, problem, choice.config, self.device).launch
         except Exception as error:  # a DSL may raise anything; training goes on with the library and says so
@@ -156,11 +171,62 @@ class Resolver:
             return self._compiled(problem, self._library(problem))
         return _binding(problem, choice, launch)
 
+    def _loaded(self, problem: Problem, choice: _Choice) -> CompiledKernel | None:
+        """The callable of the caches' compiled code; None where there is none or it does not run, which is said."""
+        found = self._artefact(problem, choice) if self._loads else None
+        if found is None:
+            return None
+        store, artefact = found
+        try:
+            return load_artefact(store, artefact)
+        except ArtefactError as error:
+            self._unusable.add(artefact.id)
+            instead = "it is compiled now" if self._compiles(choice.spec) else "another kernel runs instead"
+            self.failures.append(f"{error}; {instead}; to mend it run: {store.command}")
+            return None
+
+    def _artefact(self, problem: Problem, choice: _Choice) -> tuple[ArtefactStore, Artefact] | None:
+        """The compiled code of a choice, where the caches hold it."""
+        if not makes_portable(choice.spec.backend):
+            return None
+        key = choice.key or self._key(choice.spec, problem, choice.config)
+        return self._find(key, space.config_to_dict(choice.config)) if key else None
+
+    def _find(self, key: str, config: Mapping[str, Any]) -> tuple[ArtefactStore, Artefact] | None:
+        try:
+            found = self.layers.artefact(key, config)
+        except ArtefactError as error:
+            if str(error) not in self.failures:
+                self.failures.append(str(error))
+            return None
+        return None if found is None or found[1].id in self._unusable else found
+
+    def _key(self, spec: KernelSpec, problem: Problem, config: Any) -> str | None:
+        """Under which key a configuration runs here, compiled or loaded; None where it does not."""
+        if not spec.is_legal(problem, config, self.device):
+            return None
+        if self._compiles(spec):
+            return tuning_key(spec, problem, self.device).sha256
+        wanted, digest = space.config_to_dict(config), None
+        for artefact in self.layers.artefacts(problem, self.device):
+            digest = digest or spec.digest()
+            if (artefact.key.kernel, artefact.key.spec_digest, artefact.config) == (spec.name, digest, wanted):
+                return artefact.key.sha256 if artefact.id not in self._unusable else None
+        return None
+
+    def _is_shipped(self, spec: KernelSpec, key: str, config: Mapping[str, Any]) -> bool:
+        """Whether the caches hold compiled code of a kept result, made of today's source by whatever toolchain."""
+        if not makes_portable(spec.backend):
+            return False
+        found = self._find(key, config)
+        return found is not None and found[1].key.spec_digest == spec.digest()
+
     def _picked(self, pick: Pick, layer: str) -> _Choice | None:
         spec = next((spec for spec in kernels(pick.problem.op) if spec.name == pick.kernel), None)
-        if spec is None or not self._runs(spec, pick.problem):
+        if spec is None or not spec.serves(pick.problem, self.device):
             return None
-        if tuning_key(spec, pick.problem, self.device).sha256 != pick.key:
+        today = tuning_key(spec, pick.problem, self.device).sha256 if self._compiles(spec) else ""
+        if today != pick.key and not self._is_shipped(spec, pick.key, pick.config):
             return None
         config = space.config_from_dict(spec.Config, pick.config)
         median_us = next(
@@ -171,31 +237,43 @@ class Resolver:
             ),
             None,
         )
-        return _Choice("tuned", spec, config, layer, median_us)
+        return _Choice("tuned", spec, config, layer, median_us, pick.key)
 
     def _as(self, problem: Problem, like: Binding | None) -> _Choice | None:
         if like is None:
             return None
         spec = next(spec for spec in kernels(like.problem.op) if spec.name == like.kernel)
         config = space.config_from_dict(spec.Config, dict(like.config))
-        return _Choice(like.origin, spec, config, like.layer) if spec.is_legal(problem, config, self.device) else None
+        key = self._key(spec, problem, config)
+        return _Choice(like.origin, spec, config, like.layer, key=key) if key else None
 
     def _fused(self, problem: Problem) -> _Choice | None:
         preferred = UNTUNED_UPDATE if problem.epilogue == "w" else UNTUNED_FUSED.get(problem.op, ())
-        specs = {spec.backend: spec for spec in kernels(problem.op) if self._runs(spec, problem)}
+        specs = {spec.backend: spec for spec in kernels(problem.op)}
         for backend in preferred:
-            config = specs[backend].untuned(problem, self.device) if backend in specs else None
-            if config is not None:
-                return _Choice("heuristic", specs[backend], config)
+            choice = self._as_untuned(specs[backend], problem) if backend in specs else None
+            if choice is not None:
+                return choice
         return None
 
+    def _as_untuned(self, spec: KernelSpec, problem: Problem) -> _Choice | None:
+        """A kernel as it runs without tuning, where it runs here."""
+        config = spec.untuned(problem, self.device) if spec.serves(problem, self.device) else None
+        key = None if config is None else self._key(spec, problem, config)
+        return _Choice("heuristic", spec, config, key=key) if key else None
+
     def _tuned(self, problem: Problem) -> _Choice | None:
-        """The winner among the first layer's entries that are of today's kernels and toolchains."""
-        specs = {spec.name: spec for spec in kernels(problem.op) if self._runs(spec, problem)}
-        keys = {name: tuning_key(spec, problem, self.device).sha256 for name, spec in specs.items()}
+        """The winner among the first layer's entries that are of today's kernels and toolchains, or come compiled."""
+        specs = {spec.name: spec for spec in kernels(problem.op) if spec.serves(problem, self.device)}
+        keys = {
+            name: tuning_key(spec, problem, self.device).sha256 for name, spec in specs.items() if self._compiles(spec)
+        }
         current: dict[str, list[CacheEntry]] = {}
         for label, entry in self.layers.entries(problem, self.device):
-            if keys.get(entry.key.kernel) == entry.key.sha256 and entry.measurement.ok:
+            spec, key = specs.get(entry.key.kernel), entry.key.sha256
+            if spec is None or not entry.measurement.ok:
+                continue
+            if keys.get(spec.name) == key or self._is_shipped(spec, key, entry.config):
                 current.setdefault(label, []).append(entry)
         if not current:
             return None
@@ -204,7 +282,7 @@ class Resolver:
         assert best is not None
         spec = specs[best.key.kernel]
         config = space.config_from_dict(spec.Config, best.config)
-        return _Choice("tuned", spec, config, label, best.measurement.median_us)
+        return _Choice("tuned", spec, config, label, best.measurement.median_us, best.key.sha256)
 
     def _nearest(self, problem: Problem) -> _Choice | None:
         """The configuration of the nearest shape tuned on this architecture, where it is legal for this problem."""
@@ -219,26 +297,26 @@ class Resolver:
             key=lambda found: (found[0], found[2].measurement.median_us),
         ):
             spec = next((spec for spec in kernels(problem.op) if spec.name == entry.key.kernel), None)
-            if spec is None or not self._runs(spec, problem):
+            if spec is None:
                 continue
             try:
                 config = space.config_from_dict(spec.Config, entry.config)
             except ValueError:  # an entry of another version of this kernel
                 continue
-            if spec.is_legal(problem, config, self.device):
-                return _Choice("nearest", spec, config, label)
+            if key := self._key(spec, problem, config):
+                return _Choice("nearest", spec, config, label, key=key)
         return None
 
     def _untuned(self, problem: Problem) -> _Choice:
         """Without a measurement the library is the safe choice, but for large symmetric products on a GPU, where lower
         tiles alone halve the work."""
         if self.device.kind == "cuda" and ops()[problem.op].symmetric_output:
-            specs = {spec.backend: spec for spec in kernels(problem.op) if self._runs(spec, problem)}
+            specs = {spec.backend: spec for spec in kernels(problem.op)}
             for backend, fewest_m in UNTUNED_FROM_M.items():
                 spec = specs.get(backend) if problem.m >= fewest_m else None
-                config = spec.untuned(problem, self.device) if spec else None
-                if spec and config is not None:
-                    return _Choice("heuristic", spec, config)
+                choice = self._as_untuned(spec, problem) if spec else None
+                if choice is not None:
+                    return choice
         return self._library(problem)
 
     def _library(self, problem: Problem) -> _Choice:
@@ -248,11 +326,16 @@ class Resolver:
                 return _Choice("library", spec, config)
         raise NoLegalConfigError(f"no kernel runs {problem.label()} on {self.device.name}; see 'dmuon-tune doctor'")
 
-    def _runs(self, spec: KernelSpec, problem: Problem) -> bool:
+    def _compiles(self, spec: KernelSpec) -> bool:
+        """Whether this kernel's DSL and its compilers are here."""
         backend = backends().get(spec.backend)
-        return backend is not None and backend.unavailable(self.device) is None and spec.serves(problem, self.device)
+        return backend is not None and backend.unavailable(self.device) is None
 
 
-def _binding(problem: Problem, choice: _Choice, launch: Callable[..., Any]) -> Binding:
+def _binding(
+    problem: Problem, choice: _Choice, launch: Callable[..., Any], from_artefact: bool = False
+) -> Binding:
     config = MappingProxyType(space.config_to_dict(choice.config))
-    return Binding(problem, choice.origin, choice.layer, choice.spec.name, config, choice.median_us, launch)
+    return Binding(
+        problem, choice.origin, choice.layer, choice.spec.name, config, choice.median_us, launch, from_artefact
+    )

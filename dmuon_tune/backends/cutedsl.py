@@ -6,13 +6,17 @@ import importlib.metadata
 import importlib.util
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from dmuon_tune.device import DeviceFingerprint, Toolchain
+from dmuon_tune.portable import PortableCode
 from dmuon_tune.problem import Problem
+from dmuon_tune.spec import Argument
 
-from . import CompiledKernel
+from . import CompiledKernel, cutedsl_launch
 from .cubin import cubin_resources
+from .cuda_launches import cuda_code
 from .home import ensure_home
 
 TARGET = "sm_90a"
@@ -44,18 +48,40 @@ class CuteDslBackend:
 
         The launch takes torch CUDA tensors and floats in the op's order and runs on torch's current stream.
         """
-        import cutlass.cute as cute
-
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         started = time.perf_counter()
+        launch = _compiled(program)
+        compile_s = time.perf_counter() - started
+        resources = {"smem_bytes": program.smem_bytes, "compile_s": round(compile_s, 3)}
+        return CompiledKernel(launch, resources | cubin_resources(launch.__cubin__))
+
+    def portable(
+        self, program: Any, problem: Problem, device: DeviceFingerprint, arguments: tuple[Argument, ...]
+    ) -> PortableCode:
+        """The cubin with what the DSL's own host code launches; recording that needs a C compiler."""
+        compiled = _compiled(program)
         with tempfile.TemporaryDirectory() as folder:
-            # --keep-cubin also writes a file, which belongs in no working directory.
-            options = f"--enable-tvm-ffi --gpu-arch {TARGET} --keep-cubin --dump-dir {folder}"
-            launch = cute.compile(program.entry, *program.arguments(), stream, options=options)
-            compile_s = time.perf_counter() - started
-            resources = {"smem_bytes": program.smem_bytes, "compile_s": round(compile_s, 3)}
-            resources |= cubin_resources(launch.__cubin__)
-        return CompiledKernel(launch, resources)
+            exported = Path(folder, "kernel.o")
+            compiled.export_to_c(str(exported), function_name=cutedsl_launch.FUNCTION)
+            cubin = bytes(compiled.__cubin__)
+            call = cutedsl_launch.record(exported, _host_library(), cubin, arguments, device.smem_per_block_bytes)
+        return cuda_code(call, [cubin])
+
+
+def _compiled(program: Any) -> Any:
+    import cutlass.cute as cute
+
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    with tempfile.TemporaryDirectory() as folder:
+        # --keep-cubin also writes a file, which belongs in no working directory.
+        options = f"--enable-tvm-ffi --gpu-arch {TARGET} --keep-cubin --dump-dir {folder}"
+        return cute.compile(program.entry, *program.arguments(), stream, options=options)
+
+
+def _host_library() -> Path:
+    """What CuTe DSL's exported host code is linked with."""
+    import cutlass
+
+    return Path(cutlass.__file__).resolve().parents[2] / "lib" / "libcuda_dialect_runtime_static.a"
 
 
 BACKEND = CuteDslBackend()

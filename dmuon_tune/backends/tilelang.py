@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from dmuon_tune.device import DeviceFingerprint, Toolchain
+from dmuon_tune.portable import NotPortableError, PortableCode
 from dmuon_tune.problem import Problem
+from dmuon_tune.spec import Argument
 
-from . import CompiledKernel
+from . import CompiledKernel, tilelang_launch
 from .cubin import cubin_resources
+from .cuda_launches import cuda_code
 from .home import ensure_home
+from .shared_library import library_code
 
 CPU_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-w")
 CPP_COMPILERS = ("g++", "clang++", "c++")
@@ -54,17 +58,48 @@ class TileLangBackend:
         The launch takes contiguous torch tensors that begin at a multiple of 16 bytes, and floats, in the op's order;
         on a GPU it runs on torch's current stream and can be captured in a CUDA graph.
         """
-        function, pass_configs, smem_bytes = program
-        tilelang = _import_quietly()
         begin = time.perf_counter()
-        kernel = tilelang.compile(
-            function, pass_configs=pass_configs, compile_flags=_compile_flags(device), verbose=False, **_target(device)
-        )
+        kernel, smem_bytes = _compiled(program, device), program[2]
         launch = _cuda_launch(kernel) if device.kind == "cuda" else kernel.torch_function
         resources: dict[str, Any] = {"compile_s": round(time.perf_counter() - begin, 3)}
         if device.kind == "cuda":
-            resources |= {"smem_bytes": smem_bytes} | _cubin_resources(kernel)
+            cubin = _cubin(kernel)
+            resources |= {"smem_bytes": smem_bytes} | (cubin_resources(cubin) if cubin else {})
         return CompiledKernel(launch, resources)
+
+    def portable(
+        self, program: Any, problem: Problem, device: DeviceFingerprint, arguments: tuple[Argument, ...]
+    ) -> PortableCode:
+        """The cubin with its launch, for any GPU; for this CPU the shared library that the C++ compiler made."""
+        kernel = _compiled(program, device)
+        if device.kind == "cpu":
+            kinds = ["float32" if argument.role == "scalar" else "tensor" for argument in arguments]
+            return library_code(Path(kernel.adapter.lib_generator.libpath), "call", kinds)
+        cubin = _cubin(kernel)
+        if cubin is None:
+            raise NotPortableError("TileLang's CUDA module does not hand out its cubin")
+        artifact = _lowered(program, device)
+        names = [
+            program[0].buffer_map[each].data.name if each in program[0].buffer_map else each.name
+            for each in program[0].params
+        ]
+        return cuda_code(tilelang_launch.record(artifact, cubin, names, arguments), [cubin])
+
+
+def _compiled(program: Any, device: DeviceFingerprint) -> Any:
+    function, pass_configs, _ = program
+    return _import_quietly().compile(
+        function, pass_configs=pass_configs, compile_flags=_compile_flags(device), verbose=False, **_target(device)
+    )
+
+
+def _lowered(program: Any, device: DeviceFingerprint) -> Any:
+    """The program's host and device code, as it was compiled from, without compiling it again."""
+    tilelang = _import_quietly()
+    function, pass_configs, _ = program
+    target = tilelang.tvm.target.Target(_target(device)["target"])
+    with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(pass_configs or {})), target:
+        return tilelang.lower(function, target=target)
 
 
 def _target(device: DeviceFingerprint) -> dict[str, Any]:
@@ -122,15 +157,15 @@ def _module(kernel: Any) -> Any:
     return held.jit() if hasattr(type(held), "jit") else held
 
 
-def _cubin_resources(kernel: Any) -> dict[str, int]:
-    """Registers and spills of a compiled kernel; empty where the CUDA module does not hand out its cubin."""
+def _cubin(kernel: Any) -> bytes | None:
+    """A compiled kernel's cubin; None where the CUDA module does not hand it out."""
     for module in _module(kernel).imports:
         if module.kind == "cuda":
             try:
                 module.inspect_source("cubin")
             except UnicodeDecodeError as error:  # TVM decodes the ELF image as text; the error holds its bytes
-                return cubin_resources(error.object)
-    return {}
+                return bytes(error.object)
+    return None
 
 
 def _nvcc() -> str | None:

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 
 from dmuon_tune.device import DeviceFingerprint, Toolchain
+from dmuon_tune.portable import PortableCode
 from dmuon_tune.problem import Problem
+from dmuon_tune.spec import Argument
 
-from . import CompiledKernel
+from . import CompiledKernel, triton_launch
 from .cubin import cubin_resources
+from .cuda_launches import cuda_code
 from .home import ensure_home
 
 ALIGNMENT_BYTES = 16
@@ -65,6 +68,15 @@ class TritonBackend:
         needs = [{**cubin_resources(binary.asm["cubin"]), "smem_bytes": binary.metadata.shared} for binary in compiled]
         resources |= {name: max(need[name] for need in needs) for name in needs[0]}
         return CompiledKernel(program.host(*runs), resources)
+
+    def portable(
+        self, program: Any, problem: Problem, device: DeviceFingerprint, arguments: tuple[Argument, ...]
+    ) -> PortableCode:
+        """Each kernel's cubin for aligned tensors and for others, with what the host code launches."""
+        binaries = [
+            (_compile(kernel, device, kernel.aligned), _compile(kernel, device, ())) for kernel in program.kernels
+        ]
+        return cuda_code(*triton_launch.record(program, binaries, arguments))
 
 
 def _compile(kernel: Any, device: DeviceFingerprint, aligned: tuple[str, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""From a kernel, a problem and a configuration to a callable, and to the key its results are kept under."""
+"""From a kernel, a problem and a configuration to a callable or an artefact, and to the key of its results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from dmuon_tune.backends import CompiledKernel, backends, load
+from dmuon_tune.backends import CompiledKernel, backends, load, load_portable, portable
+from dmuon_tune.cache.artefacts import Artefact, ArtefactError, ArtefactStore
 from dmuon_tune.cache.key import TuningKey
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.kernel_specs import kernel, ops
+from dmuon_tune.portable import PortableCode, UnloadableCodeError
 from dmuon_tune.problem import Problem
 from dmuon_tune.space import config_from_dict, config_json
 from dmuon_tune.spec import KernelSpec
@@ -21,6 +23,23 @@ def compile_kernel(spec: KernelSpec, problem: Problem, config: Any, device: Devi
     """Compile one configuration for the current device; raises whatever its DSL raises."""
     load(spec.backend)
     return backends()[spec.backend].compile(spec.build(problem, config, device), problem, device)
+
+
+def compile_portable(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> PortableCode:
+    """Compile one configuration for a GPU of ``device``'s architecture, which need not be here, or for this CPU; raises
+    NotPortableError or whatever its DSL raises."""
+    load(spec.backend)
+    program = spec.build(problem, config, device)
+    return portable(spec.backend, program, problem, device, ops()[problem.op].arguments(problem))
+
+
+def load_artefact(store: ArtefactStore, artefact: Artefact) -> CompiledKernel:
+    """The callable of compiled code, without its DSL; ArtefactError where the code is damaged or cannot run here."""
+    code = PortableCode(artefact.format, store.read(artefact), artefact.launch)
+    try:
+        return CompiledKernel(load_portable(code, store.files(artefact)[0]))
+    except UnloadableCodeError as error:
+        raise ArtefactError(f"the artefact of {artefact.label()} in {store.folder} cannot run here: {error}") from error
 
 
 def compile_once(name: str, problem: Problem, config: dict[str, Any], device: DeviceFingerprint) -> CompiledKernel:

@@ -1,0 +1,168 @@
+"""Calls the CUDA driver (libcuda) by ctypes: loads cubins, encodes tensor maps, launches kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from dmuon_tune.portable import UnloadableCodeError
+
+LIBRARY = "libcuda.so.1"
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+TENSOR_MAP_BYTES = TENSOR_MAP_ALIGNMENT = 128  # CUtensorMap; cuTensorMapEncodeTiled wants 64
+MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+DEFAULT_DYNAMIC_SMEM_BYTES = 48 * 1024  # more needs the attribute; CUDA C++ Programming Guide, compute capability 7.x+
+# CUlaunchAttributeID
+COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_SERIALIZATION = 2, 4, 6
+ATTRIBUTE_VALUE_BYTES = 64
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", c_uint), ("pad", c_uint), ("value", ctypes.c_ubyte * ATTRIBUTE_VALUE_BYTES)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", c_uint * 3), ("block", c_uint * 3), ("smem_bytes", c_uint), ("stream", c_void_p),
+        ("attributes", POINTER(LaunchAttribute)), ("attribute_count", c_uint),
+    ]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What cuTensorMapEncodeTiled needs besides the address: innermost axis first, strides in bytes of all but it."""
+
+    dtype: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    interleave: int
+    swizzle: int
+    l2_promotion: int
+    fill: int
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver that failed; ``code`` is its CUresult."""
+
+    def __init__(self, function: str, code: int) -> None:
+        super().__init__(f"{function} failed: {_error_name(code)}")
+        self.code = code
+
+
+@cache
+def _cuda() -> Any:
+    """libcuda with the types of what is called here."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+        for name, types in _SIGNATURES.items():
+            getattr(library, name).argtypes = types
+    except (OSError, AttributeError) as error:
+        raise UnloadableCodeError(f"the CUDA driver is missing or too old: {error}") from error
+    return library
+
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuInit": [c_uint],
+    "cuGetErrorName": [c_int, POINTER(c_char_p)],
+    "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuCtxGetCurrent": [POINTER(c_void_p)],
+    "cuCtxSetCurrent": [c_void_p],
+    "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
+    "cuLibraryLoadData": [POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint],
+    "cuLibraryGetKernel": [POINTER(c_void_p), c_void_p, c_char_p],
+    "cuKernelGetFunction": [POINTER(c_void_p), c_void_p],
+    "cuKernelSetAttribute": [c_int, c_int, c_void_p, c_int],
+    "cuTensorMapEncodeTiled": [
+        c_void_p, c_int, c_uint32, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32),
+        POINTER(c_uint32), c_int, c_int, c_int, c_int,
+    ],
+    "cuLaunchKernelEx": [POINTER(LaunchConfig), c_void_p, POINTER(c_void_p), c_void_p],
+}
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_cuda(), name)(*arguments)
+    if code:
+        raise DriverError(name, code)
+
+
+def _error_name(code: int) -> str:
+    text = c_char_p()
+    _cuda().cuGetErrorName(code, byref(text))
+    return f"{(text.value or b'error').decode()} ({code})"
+
+
+def enter_context(device: int) -> None:
+    """Make the device's primary context, which torch uses, this thread's where it has none."""
+    _call("cuInit", 0)
+    context = c_void_p()
+    _call("cuCtxGetCurrent", byref(context))
+    if not context.value:
+        handle = c_int()
+        _call("cuDeviceGet", byref(handle), device)
+        _call("cuDevicePrimaryCtxRetain", byref(context), handle)
+        _call("cuCtxSetCurrent", context)
+
+
+def load_library(cubin: bytes) -> c_void_p:
+    """A cubin, for every device of this process; it stays loaded as long as the process."""
+    library = c_void_p()
+    _call("cuLibraryLoadData", byref(library), cubin, None, None, 0, None, None, 0)
+    return library
+
+
+def get_kernel(library: c_void_p, name: str) -> c_void_p:
+    kernel = c_void_p()
+    _call("cuLibraryGetKernel", byref(kernel), library, name.encode())
+    return kernel
+
+
+def prepare(kernel: c_void_p, attributes: dict[int, int], device: int) -> None:
+    """Set CUfunction_attributes for a device and load the code there: a first launch in a capture could not."""
+    handle = c_int()
+    _call("cuDeviceGet", byref(handle), device)
+    for attribute, value in attributes.items():
+        _call("cuKernelSetAttribute", attribute, value, kernel, handle)
+    _call("cuKernelGetFunction", byref(c_void_p()), kernel)
+
+
+def encode(tensor_map: TensorMap, address: int, at: int) -> None:
+    """Write the CUtensorMap of a tensor at ``address`` to the host's memory at ``at``, a multiple of 64."""
+    rank = len(tensor_map.dims)
+    _call(
+        "cuTensorMapEncodeTiled", at, tensor_map.dtype, rank, address, (c_uint64 * rank)(*tensor_map.dims),
+        (c_uint64 * max(1, rank - 1))(*tensor_map.strides), (c_uint32 * rank)(*tensor_map.box),
+        (c_uint32 * rank)(*tensor_map.element_strides), tensor_map.interleave, tensor_map.swizzle,
+        tensor_map.l2_promotion, tensor_map.fill,
+    )
+
+
+def launch(config: LaunchConfig, kernel: c_void_p, parameters: Any, device: int) -> None:
+    """``parameters``: a ctypes array of pointers to each of the kernel's, in order."""
+    code = _cuda().cuLaunchKernelEx(byref(config), kernel, parameters, None)
+    if code == INVALID_CONTEXT:  # a thread that has called nothing of CUDA yet
+        enter_context(device)
+        code = _cuda().cuLaunchKernelEx(byref(config), kernel, parameters, None)
+    if code:
+        raise DriverError("cuLaunchKernelEx", code)
+
+
+def config_of(
+    grid: Sequence[int], block: Sequence[int], smem_bytes: int, attributes: Sequence[tuple[int, bytes]]
+) -> LaunchConfig:
+    """A launch's configuration but for its stream."""
+    array = (LaunchAttribute * max(1, len(attributes)))()
+    for place, (identity, value) in enumerate(attributes):
+        array[place].id = identity
+        ctypes.memmove(array[place].value, value, len(value))
+    return LaunchConfig((c_uint * 3)(*grid), (c_uint * 3)(*block), smem_bytes, None, array, len(attributes))
