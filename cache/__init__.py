@@ -14,6 +14,6 @@ from .paths import user_cache_path
 from .store import CacheEntry, Store, Trial
 
 __all__ = [
-    "Artefact", "ArtefactError", "ArtefactStore", "CacheEntry", "ChainKey", "ChainTrial", "Claims", "LayerDescription", "Layers", "Store", "Trial", "TuningKey",
-    "user_cache_path",
+    "Artefact", "ArtefactError", "ArtefactStore", "CacheEntry", "ChainKey", "ChainTrial", "Claims", "LayerDescription",
+    "Layers", "Store", "Trial", "TuningKey", "user_cache_path",
 ]

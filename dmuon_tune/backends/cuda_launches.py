@@ -125,7 +125,7 @@ class CudaLaunchesFormat:
         """Takes contiguous CUDA tensors and floats, runs on torch's current stream, can be captured in a graph."""
         try:
             return _Loaded(CudaCall.from_dict(launch), zlib.decompress(data))
-        except (zlib.error, RuntimeError, LookupError, TypeError, ValueError, AssertionError) as error:  # torch's, without a GPU
+        except (zlib.error, RuntimeError, LookupError, TypeError, ValueError, AssertionError) as error:
             raise UnloadableCodeError(said(error)) from error
 
 

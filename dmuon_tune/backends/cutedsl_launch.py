@@ -39,10 +39,10 @@ DL_TYPES = {"float16": (2, 16), "bfloat16": (4, 16), "float32": (2, 32), "int64"
 UNUSED = (
     "cudaDeviceSynchronize cudaEventCreate cudaEventDestroy cudaEventElapsedTime cudaEventRecord cudaFree "
     "cudaFreeAsync cudaFreeHost cudaGraphDestroy cudaGraphExecDestroy cudaGraphInstantiate cudaGraphLaunch "
-    "cudaLaunchKernel cudaLibraryUnload cudaMalloc cudaMallocAsync cudaMallocHost cudaMallocManaged cudaMemcpy cudaMemcpyAsync "
-    "cudaMemset cudaMemsetAsync cudaOccupancyMaxActiveBlocksPerMultiprocessor cudaProfilerStart cudaProfilerStop "
-    "cudaStreamAddCallback cudaStreamBeginCapture cudaStreamCreate cudaStreamDestroy cudaStreamEndCapture "
-    "cudaStreamSynchronize cudaStreamWaitEvent"
+    "cudaLaunchKernel cudaLibraryUnload cudaMalloc cudaMallocAsync cudaMallocHost cudaMallocManaged cudaMemcpy "
+    "cudaMemcpyAsync cudaMemset cudaMemsetAsync cudaOccupancyMaxActiveBlocksPerMultiprocessor cudaProfilerStart "
+    "cudaProfilerStop cudaStreamAddCallback cudaStreamBeginCapture cudaStreamCreate cudaStreamDestroy "
+    "cudaStreamEndCapture cudaStreamSynchronize cudaStreamWaitEvent "
 ).split()
 RECORDER = r"""
 #include <stdio.h>

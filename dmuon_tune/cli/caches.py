@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import CacheError
 
-from . import options
+from . import cache_build, options
 from .output import print_json, say, table, warn
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def register(commands: Any) -> None:
     )
     listing.add_argument("--layers", action="store_true", help="only the layers, with those that do not exist")
     listing.set_defaults(run=run)
+    cache_build.register(actions)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,63 @@
+"""Which kernels training runs for what a cache was tuned for: those that artefacts are built of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dmuon_tune import space
+from dmuon_tune.backends import CompiledKernel, makes_portable
+from dmuon_tune.cache import CacheEntry, Layers
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import WEIGHTS_DTYPE, Recipe
+from dmuon_tune.spec import KernelSpec
+
+from .ends import resolve_ends
+from .plan import _bind
+from .resolve import Resolver
+
+# (momentum's mode, whether the weights are updated in the last product) of the optimizer, of its distributed form, and
+# of an orthogonalization alone.
+ENDS = (("n", True), ("n", False), ("none", False))
+
+
+@dataclass(frozen=True)
+class Needed:
+    """One kernel, problem and configuration to compile for a device."""
+
+    spec: KernelSpec
+    problem: Problem
+    config: Any
+
+
+def needed(
+    layers: Layers, device: DeviceFingerprint, recipes: Iterable[Recipe], winners: Iterable[CacheEntry]
+) -> list[Needed]:
+    """What compiles to portable code of the winners, of the recipes' products and of their ends with bf16 weights.
+
+    ``device`` need not be here: nothing is compiled.
+    """
+    found: dict[tuple[str, Problem, str], Needed] = {}
+
+    def note(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> CompiledKernel:
+        if makes_portable(spec.backend):
+            found.setdefault((spec.name, problem, space.config_json(config)), Needed(spec, problem, config))
+        return CompiledKernel(lambda *arguments: None)
+
+    def note_kept(name: str, problem: Problem, config: dict[str, Any]) -> None:
+        spec = kernel(name)
+        note(spec, problem, space.config_from_dict(spec.Config, config), device)
+
+    resolver = Resolver(device, layers, use_nearest=False, build=note)
+    for recipe in recipes:
+        planned = _bind(resolver, "", recipe)
+        for bound in planned.bindings.values():  # a small form is resolved here and compiled at its first launch
+            note_kept(bound.kernel, bound.problem, dict(bound.config))
+        for mode, updates_weights in ENDS:
+            resolve_ends(planned, resolver, WEIGHTS_DTYPE, mode, WEIGHTS_DTYPE, updates_weights)
+    for entry in winners:
+        note_kept(entry.key.kernel, entry.key.problem, entry.config)
+    return list(found.values())
