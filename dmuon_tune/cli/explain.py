@@ -15,6 +15,7 @@ from .show import recipe_table
 
 if TYPE_CHECKING:
     from dmuon_tune.backends import CompiledKernel
+    from dmuon_tune.cache import Layers, TuningKey
     from dmuon_tune.device import DeviceFingerprint
     from dmuon_tune.problem import Problem
     from dmuon_tune.runtime import Plan
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         described = layers.descriptions()
     chosen = {row["problem"]: row for row in resolved.rows()}
     with caches.opened(described) as found:
-        candidates = _candidates(resolved, chosen, found)
+        candidates = _candidates(resolved, chosen, found, layers)
     if args.format == "json":
         print_json({
             "device": resolved.fingerprint.to_dict(), "products": resolved.rows(), "candidates": candidates,
@@ -81,7 +82,7 @@ def _not_compiled(*ignored: Any) -> CompiledKernel:
 
 
 def _candidates(
-    resolved: Plan, chosen: dict[str, dict[str, Any]], found: list[caches.OpenCache]
+    resolved: Plan, chosen: dict[str, dict[str, Any]], found: list[caches.OpenCache], layers: Layers
 ) -> list[dict[str, Any]]:
     from dmuon_tune.kernel_specs import kernels
 
@@ -89,7 +90,7 @@ def _candidates(
 
     rows: list[dict[str, Any]] = []
     for problem in _problems(resolved):
-        entries = _entries(problem, resolved.fingerprint, found)
+        entries = _entries(problem, resolved.fingerprint, found, layers)
         pick = chosen[problem.label()]
         for entry in entries:
             same = all(entry[name] == pick[name] for name in ("kernel", "layer", "config"))
@@ -114,16 +115,32 @@ def _problems(resolved: Plan) -> list[Problem]:
     ))
 
 
-def _entries(problem: Problem, device: DeviceFingerprint, found: list[caches.OpenCache]) -> list[dict[str, Any]]:
+def _entries(
+    problem: Problem, device: DeviceFingerprint, found: list[caches.OpenCache], layers: Layers
+) -> list[dict[str, Any]]:
     from dmuon_tune.measure.standing import staleness
 
     rows = []
     for cache in found:
         for entry in cache.store.entries(problem):
             stale, median_us = staleness(entry.key, device), entry.measurement.median_us
+            if stale and entry.key.device == device and _is_shipped(layers, entry.key, entry.config):
+                stale = None
             verdict = stale or "not the winner"
             rows.append(_row(problem, entry.key.kernel, cache.label, entry.config, median_us, not stale, verdict))
     return rows
+
+
+def _is_shipped(layers: Layers, key: TuningKey, config: dict[str, Any]) -> bool:
+    """Whether the caches hold compiled code of today's source, whichever toolchain made it."""
+    from dmuon_tune.cache import ArtefactError
+    from dmuon_tune.kernel_specs import kernels
+
+    digests = {spec.name: spec.digest() for spec in kernels(key.problem.op)}
+    try:
+        return digests.get(key.kernel) == key.spec_digest and layers.artefact(key.sha256, config) is not None
+    except ArtefactError:
+        return False
 
 
 def _row(
