@@ -49,10 +49,11 @@ class Parameter:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Parameter:
-        given = fields["tensor_map"]
-        tensor_map = given and driver.TensorMap(**{
+        given = fields["tensor_map"] or {}
+        kept: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        })
+        }
+        tensor_map = driver.TensorMap(**kept) if kept else None
         patches = tuple(Patch(**patch) for patch in fields["patches"])
         return cls(fields["data"], patches, tensor_map, fields["tensor"])
 
@@ -135,7 +136,6 @@ class _Loaded:
     def __init__(self, call: CudaCall, data: bytes) -> None:
         self._call = call
         self._lock = Lock()
-        torch.cuda.init()
         driver.enter_context(torch.cuda.current_device())
         images, start = [], 0
         for size in call.images:

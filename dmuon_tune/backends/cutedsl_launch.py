@@ -165,7 +165,7 @@ def record(
         raise NotPortableError(f"its code has {len(kernels)} kernels, one can be recorded")
     ((name, sizes),) = kernels.items()
     library = _linked(exported, host_library)
-    (ctypes.c_int * 256).in_dll(library, "record_sizes")[: len(sizes)] = sizes
+    (ctypes.c_int * 256).in_dll(library, "record_sizes")[: len(sizes)] = list(sizes)
     ctypes.c_int.in_dll(library, "record_parameters").value = len(sizes)
     ctypes.c_int.in_dll(library, "record_smem_limit").value = smem_limit_bytes
     calls = [_values(arguments, number) for number in range(3)]
@@ -198,7 +198,7 @@ def _linked(exported: Path, host_library: Path) -> Any:
     source.write_text(text + unused)
     # -Bsymbolic: the recorder answers, not a CUDA runtime that this process has loaded
     flags = ["-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic"]
-    command = [compiler, *flags, "-o", library, source, exported, host_library]
+    command = [compiler, *flags, "-o", *map(str, (library, source, exported, host_library))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotPortableError(f"its host code does not link: {(done.stderr or done.stdout).strip()[-300:]}")

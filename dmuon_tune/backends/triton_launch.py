@@ -70,11 +70,11 @@ def _kernel(image: int, binary: Any) -> Kernel:
     )
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """One call of a program's host code: its ``launches`` (kernel, grid, parameters) and ``scratch`` buffers."""
 
     def __init__(self, program: Any, arguments: Sequence[Argument], number: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.launches: list[tuple[int, tuple[int, ...], list[Parameter]]] = []
         self.scratch: list[Scratch] = []
         self._buffers: list[Tensor] = []
