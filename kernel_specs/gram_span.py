@@ -14,7 +14,7 @@ from dmuon_tune.spec import Argument, OpSpec
 from ._inputs import generator, like_gram, torch_dtype
 
 SPAN = re.compile(r"s([1-9]\d*)")
-# Of these inputs emulated, m from 1 to 1024: at most 1.3 eps of a 16-bit dtype up to three steps, 6.6 from five on, for
+# Of these inputs emulated, m from 1 to 1024: at most 1.3 eps of a 16-bit dtype up to three steps, 7 from five on, for
 # the error of R's smallest eigenvalues grows until they are near 1; in fp32 3e-6.
 FEW_STEPS, EPS_FEW, EPS_MANY, TOLERANCE_FP32 = 3, 4, 16, 1e-4
 WORK_SQUARES = 5  # Z, S, R and two of Q in turn
