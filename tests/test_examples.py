@@ -1,7 +1,8 @@
-"""The example's model is the tiny preset, and it learns with Muon."""
+"""The examples run: the tiny model is the preset and learns with Muon; the comparison on bytes says what it should."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -37,3 +38,22 @@ def test_the_loss_falls_with_both_optimizers(tmp_path: Path) -> None:
     for first, last in zip(losses[0], losses[40], strict=True):
         assert float(last) < 0.5 * float(first)
     assert float(losses[40][1]) < 2.1, "Muon should have learned more than the letters' frequencies"
+
+
+SMALL = {"layers": 1, "width": 32, "heads": 2, "length": 32, "batch": 4, "steps": 10}
+
+
+def test_the_comparison_on_bytes_sweeps_both_and_repeats(tmp_path: Path) -> None:
+    sizes = [word for name, size in SMALL.items() for word in (f"--{name}", str(size))]
+    out = tmp_path / "out.json"
+    rates = ("--adamw-rates", "4e-3,1e-2", "--muon-rates", "0.02")
+    program = str(ROOT / "examples/train_bytes.py")
+    lines = example(program, "--device", "cpu", *sizes, *rates, "--json", str(out), cache_dir=tmp_path)
+    assert lines[-1] == "the same run again: equal to the bit"
+    result = json.loads(out.read_text())
+    runs = [(run["optimizer"], run["rate"], run["steps"]) for run in result["runs"]]
+    assert runs == [("AdamW", 4e-3, 10), ("AdamW", 1e-2, 10), *[("Muon", 0.02, 10)] * 2, ("Muon", 0.02, 7)]
+    for run in result["runs"]:
+        losses = [run["losses"][key] for key in sorted(run["losses"], key=int)]
+        assert losses[-1] < losses[0] < 6 and len(losses) == run["steps"]
+    assert result["adamw_loss"] == min(run["losses"]["10"] for run in result["runs"][:2])
