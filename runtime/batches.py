@@ -29,20 +29,16 @@ class Kind:
 class Setting:
     """A Muon group's options as one step reads them."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.group = group
+    def __init__(self, group: dict[str, Any], index: int) -> None:
+        self.group, self.index = group, index
         self.mu, self.average = float(group["momentum"]), group["momentum_form"] == "ema"
         self._mode = "n" if group["nesterov"] else "m"
         self._lr, self._weight_decay = learning_rate(group["lr"]), float(group["weight_decay"])
         self._scale, self._sign = SCALES[group["scale"]], -1.0 if group["maximize"] else 1.0
-        self._rates: dict[tuple[int, int], Rate] = {}
         self._plain = self.rate(1, 1).plain
 
     def rate(self, rows: int, cols: int) -> Rate:
-        if (rows, cols) not in self._rates:
-            factor = self._sign * self._scale(rows, cols)
-            self._rates[rows, cols] = Rate(self._lr, self._weight_decay, factor, self.group["cautious"])
-        return self._rates[rows, cols]
+        return Rate(self._lr, self._weight_decay, self._sign * self._scale(rows, cols), self.group["cautious"])
 
     def kind(self, p: Tensor, gradient_dtype: torch.dtype, rows: int, cols: int) -> Kind:
         return Kind(p.device, p.dtype, gradient_dtype, rows, cols, self._mode, self.mu, self._plain)

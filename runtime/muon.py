@@ -35,7 +35,7 @@ from .parameters import (
 )
 from .plan import Plan
 from .report import Report, report
-from .updates import move
+from .updates import Rate, move
 
 FUSED_DEVICES = ("cuda", "cpu")
 
@@ -148,9 +148,11 @@ class Muon(Optimizer):
     def plan(self) -> tuple[Plan, ...]:
         """Resolve the kernels of every matrix now, one plan a device; otherwise the first step does it."""
         counts: Counter[Kind] = Counter()
-        for setting, index, position, p in self._matrices():
-            for rows, cols in self._blocks_of(setting.group, index, position).shapes(p):
-                counts[setting.kind(p, p.dtype, rows, cols)] += 1
+        for setting in self._settings():
+            for position, p in enumerate(setting.group["params"]):
+                blocks = self._blocks_of(setting.group, setting.index, position) or Blocks()
+                for rows, cols in blocks.shapes(p):
+                    counts[setting.kind(p, p.dtype, rows, cols)] += 1
         wanted: dict[torch.device, list[tuple[Group, Kind]]] = defaultdict(list)
         for kind, count in counts.items():
             wanted[kind.device] += [(batch, kind) for _, batch in cut_batch(count, kind.rows, kind.cols)]
@@ -196,11 +198,12 @@ class Muon(Optimizer):
         """
         if not self._planned:
             self.plan()
-        rated = (
-            (setting.group, index, position, self._blocks_of(setting.group, index, position))
-            for setting, index, position, _ in self._matrices()
+        found = (
+            (setting.group, setting.index, position,
+             self._blocks_of(setting.group, setting.index, position) or Blocks())
+            for setting in self._settings() for position in range(len(setting.group["params"]))
         )
-        return report(self._newton_schulz, self.state, rated, spectra, self.skipped_steps)
+        return report(self._newton_schulz, self.state, found, spectra, self.skipped_steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """PyTorch's, but a momentum keeps its values whatever the parameter's dtype, and state of another model is
@@ -239,23 +242,20 @@ class Muon(Optimizer):
         """What was derived from the groups."""
         self._adamw: AdamW | None = None
         self._planned = False
-        self._layouts: dict[Tensor, tuple[tuple[int, ...], Blocks]] = {}
+        self._layouts: dict[Tensor, tuple[Any, Blocks | None]] = {}
 
-    def _matrices(self) -> Iterator[tuple[Setting, int, int, Tensor]]:
-        """(Its group's setting, the group's index, position, parameter) of all that are Muon's."""
-        for index, group in enumerate(self.param_groups):
-            if group["use_muon"]:
-                setting = Setting(group)
-                for position, p in enumerate(group["params"]):
-                    yield setting, index, position, p
+    def _settings(self) -> Iterator[Setting]:
+        """Every Muon group's."""
+        return (Setting(group, index) for index, group in enumerate(self.param_groups) if group["use_muon"])
 
-    def _blocks_of(self, group: dict[str, Any], index: int, position: int) -> Blocks:
-        """How the parameter is to be read, remembered while it lies as it does."""
+    def _blocks_of(self, group: dict[str, Any], index: int, position: int) -> Blocks | None:
+        """How the parameter is to be read, remembered while it lies as it does; None: it is one matrix."""
         p = group["params"][position]
-        lies = (*p.shape, *p.stride())
+        lies = p.shape, p.stride()
         held = self._layouts.get(p)
         if held is None or held[0] != lies:
-            self._layouts[p] = held = lies, blocks_of(p, group, name_of(group, index, position))
+            blocks = blocks_of(p, group, name_of(group, index, position))
+            self._layouts[p] = held = lies, None if blocks == Blocks() and p.ndim == 2 else blocks
         return held[1]
 
     def _check_step(self, with_gradient: bool = True) -> None:
@@ -283,37 +283,43 @@ class Muon(Optimizer):
         return all(bool(norms.isfinite().all()) for norms in largest)
 
     def _batches(self) -> dict[Kind, Batch]:
-        """The matrices that have a gradient, by what they must share to run together."""
+        """The matrices that have a gradient, by what they must share to run together; their step has been checked."""
         batches: dict[Kind, Batch] = defaultdict(Batch)
-        for setting, index, position, p in self._matrices():
-            if p.grad is None:
-                continue
-            blocks = self._blocks_of(setting.group, index, position)
-            parts = map(blocks.of, (p, p.grad, self._momentum(p, setting, blocks)))
-            for weight, gradient, momentum in zip(*parts, strict=True):
-                rows, cols = weight.shape
-                batch = batches[setting.kind(p, gradient.dtype, rows, cols)]
-                batch.weights.append(weight)
-                batch.gradients.append(gradient)
-                batch.momenta.append(momentum)
-                batch.rates.append(setting.rate(rows, cols))
+        for setting in self._settings():
+            known: dict[tuple[Any, ...], tuple[Batch, Rate]] = {}  # a few keys, quicker to compare than kinds
+            for p in setting.group["params"]:
+                gradient = p.grad
+                if gradient is None:
+                    continue
+                blocks = self._layouts[p][1]
+                parts = (p, gradient, self._momentum(p, setting, blocks))
+                for weight, piece, momentum in zip(*map(blocks.of, parts), strict=True) if blocks else (parts,):
+                    key = p.device, p.dtype, gradient.dtype, weight.shape
+                    if key not in known:
+                        rows, cols = weight.shape
+                        known[key] = batches[setting.kind(p, gradient.dtype, rows, cols)], setting.rate(rows, cols)
+                    batch, rate = known[key]
+                    batch.weights.append(weight)
+                    batch.gradients.append(piece)
+                    batch.momenta.append(momentum)
+                    batch.rates.append(rate)
         return batches
 
-    def _momentum(self, p: Tensor, setting: Setting, blocks: Blocks) -> Tensor:
+    def _momentum(self, p: Tensor, setting: Setting, blocks: Blocks | None) -> Tensor:
         """The parameter's momentum, in the form M ← μM + G: of an average it holds M / (1 − μ)."""
         state = self.state[p]
         if "momentum_buffer" not in state:
-            lies = torch.preserve_format if blocks.order else torch.contiguous_format
+            lies = torch.preserve_format if blocks and blocks.order else torch.contiguous_format
             state["momentum_buffer"] = torch.zeros_like(p, dtype=self._momentum_dtype, memory_format=lies)
         buffer: Tensor = state["momentum_buffer"]
-        if blocks.order and buffer.stride() != p.stride():  # it must be a view as well
+        if blocks and blocks.order and buffer.stride() != p.stride():  # it must be a view as well
             state["momentum_buffer"] = buffer = torch.empty_like(p, dtype=buffer.dtype).copy_(buffer)
         if setting.average:
             held = state.get("momentum_mu", setting.mu)
             if held != setting.mu:
                 buffer.mul_((1 - held) / (1 - setting.mu))
             state["momentum_mu"] = setting.mu
-        else:
+        elif len(state) > 1:
             state.pop("momentum_mu", None)
         return buffer
 

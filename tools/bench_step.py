@@ -348,8 +348,8 @@ def details(mine: Entrant, found: Sequence[Entrant], device: torch.device, steps
         speedup = muons[fastest] / step_us
         print(f"{speedup:.2f}x the fastest other Muon ({fastest})")
     memory = memory_over(mine.optimizer.step, device, steps)
-    print(f"memory over {counted(steps, 'step')}: allocated {memory['allocated_before']} -> "
-          f"{memory['allocated_after']} bytes, reserved {memory['reserved_before']} -> {memory['reserved_after']}")
+    print(f"memory over {counted(steps, 'step')}: bytes allocated {memory['allocated_before']} -> "
+          f"{memory['allocated_after']}, reserved {memory['reserved_before']} -> {memory['reserved_after']}")
     return {"phases_us": split, "origins": dict(origins), "speedup": speedup, "memory": memory}
 
 
