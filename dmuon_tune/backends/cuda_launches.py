@@ -6,7 +6,7 @@ import ctypes
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from dmuon_tune.errors import said
-from dmuon_tune.portable import PortableCode, UnloadableCodeError
+from dmuon_tune.portable import NotPortableError, PortableCode, UnloadableCodeError
 
 from . import driver
+from .cubin import cubin_parameters
 
 ALIGNMENT_BYTES = 16
 SCALAR_FORMATS = {"float32": "<f", "int32": "<i", "int64": "<q"}
@@ -91,14 +92,14 @@ class Scratch:
 
 @dataclass(frozen=True)
 class CudaCall:
-    """What one call of the op launches, in order; ``arguments`` are how many the op has, ``images`` the cubins' sizes.
-    """
+    """What one call of the op launches, in order; ``arguments`` are how many the op has, ``images`` the cubins' sizes,
+    bytes."""
 
     arguments: int
-    images: tuple[int, ...]
     kernels: tuple[Kernel, ...]
     launches: tuple[Launch, ...]
-    scratch: tuple[Scratch, ...] = field(default=())
+    scratch: tuple[Scratch, ...] = ()
+    images: tuple[int, ...] = ()
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> CudaCall:
@@ -111,12 +112,20 @@ class CudaCall:
             for each in fields["launches"]
         )
         scratch = tuple(Scratch(**buffer) for buffer in fields["scratch"])
-        return cls(fields["arguments"], tuple(fields["images"]), kernels, launches, scratch)
+        return cls(fields["arguments"], kernels, launches, scratch, tuple(fields["images"]))
 
 
 def cuda_code(call: CudaCall, images: Sequence[bytes]) -> PortableCode:
-    """Cubins and what launches them; ``call.images`` are their sizes."""
-    return PortableCode(CudaLaunchesFormat.name, zlib.compress(b"".join(images), 9), asdict(call))
+    """Cubins and what launches them; NotPortableError where a launch does not pass what its kernel takes."""
+    for launch in call.launches:
+        kernel = call.kernels[launch.kernel]
+        for each in (kernel, call.kernels[kernel.otherwise]) if kernel.otherwise >= 0 else (kernel,):
+            takes = cubin_parameters(images[each.image]).get(each.name)
+            passed = tuple(parameter.size_bytes for parameter in launch.parameters)
+            if takes != passed:
+                raise NotPortableError(f"{each.name} takes parameters of {takes} bytes and gets {passed}")
+    whole = replace(call, images=tuple(map(len, images)))
+    return PortableCode(CudaLaunchesFormat.name, zlib.compress(b"".join(images), 9), asdict(whole))
 
 
 class CudaLaunchesFormat:

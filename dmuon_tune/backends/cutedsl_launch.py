@@ -182,7 +182,7 @@ def record(
         if any(tuple(each.block) != kernel.block or each.smem != kernel.smem_bytes for each in same):
             raise NotPortableError("its launches differ in more than their grids")
         launches.append(Launch(0, tuple(same[0].grid), _parameters(same, sizes, calls)))
-    return CudaCall(len(arguments), (len(cubin),), (kernel,), tuple(launches))
+    return CudaCall(len(arguments), (kernel,), tuple(launches))
 
 
 def _linked(exported: Path, host_library: Path) -> Any:

@@ -22,7 +22,7 @@ from dmuon_tune.spec import Argument
 
 from . import CompiledKernel, tilelang_launch
 from .cubin import cubin_resources
-from .cuda_launches import cuda_code
+from .cuda_launches import CudaCall, cuda_code
 from .home import ensure_home
 from .shared_library import library_code
 
@@ -78,12 +78,14 @@ class TileLangBackend:
         cubin = _cubin(kernel)
         if cubin is None:
             raise NotPortableError("TileLang's CUDA module does not hand out its cubin")
-        artifact = _lowered(program, device)
-        names = [
-            program[0].buffer_map[each].data.name if each in program[0].buffer_map else each.name
-            for each in program[0].params
-        ]
-        return cuda_code(tilelang_launch.record(artifact, cubin, names, arguments), [cubin])
+        return cuda_code(recorded(program, device, arguments), [cubin])
+
+
+def recorded(program: Any, device: DeviceFingerprint, arguments: tuple[Argument, ...]) -> CudaCall:
+    """What a call of the program launches on a GPU."""
+    buffers = program[0].buffer_map
+    names = [buffers[each].data.name if each in buffers else each.name for each in program[0].params]
+    return tilelang_launch.record(_lowered(program, device), names, arguments)
 
 
 def _compiled(program: Any, device: DeviceFingerprint) -> Any:

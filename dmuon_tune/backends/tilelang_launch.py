@@ -8,7 +8,6 @@ from typing import Any
 from dmuon_tune.portable import NotPortableError
 from dmuon_tune.spec import Argument
 
-from .cubin import cubin_parameters
 from .cuda_launches import CudaCall, Kernel, Launch, Parameter, Patch
 from .driver import (
     CLUSTER_DIMENSION,
@@ -23,7 +22,7 @@ CREATE_TILED = "__tvm_tensormap_create_tiled"
 AXES = "xyz"
 
 
-def record(artifact: Any, cubin: bytes, names: Sequence[str], arguments: Sequence[Argument]) -> CudaCall:
+def record(artifact: Any, names: Sequence[str], arguments: Sequence[Argument]) -> CudaCall:
     """A call of a lowered program (``device_mod``, ``host_mod``) of one kernel; ``names`` are those of its parameters,
     in the op's order. Raises NotPortableError where it does something that is not known here."""
     functions = list(artifact.device_mod.functions.items())
@@ -36,17 +35,14 @@ def record(artifact: Any, cubin: bytes, names: Sequence[str], arguments: Sequenc
     host = next(iter(artifact.host_mod.functions.values()))
     maps = host.attrs.get("tma_descriptor_args") or {}
     passed = _passed(host, name, len(function.params))
-    sizes = cubin_parameters(cubin).get(name)
     parameters = tuple(
         _parameter(own.name, given, names, maps, arguments) for own, given in zip(function.params, passed, strict=True)
     )
-    if sizes != tuple(parameter.size_bytes for parameter in parameters):
-        raise NotPortableError(f"{name} takes parameters of {sizes} bytes, its host code passes others")
     smem_bytes = int(attributes.get("dyn_shared_memory_buf") or 0)
     set_attributes = ((MAX_DYNAMIC_SMEM, smem_bytes),) if smem_bytes > DEFAULT_DYNAMIC_SMEM_BYTES else ()
     block, grid = (_extents(attributes["thread_extent"], prefix) for prefix in ("threadIdx", "blockIdx"))
     kernel = Kernel(0, name, block, smem_bytes, set_attributes, _launch_attributes(attributes))
-    return CudaCall(len(arguments), (len(cubin),), (kernel,), (Launch(0, grid, parameters),))
+    return CudaCall(len(arguments), (kernel,), (Launch(0, grid, parameters),))
 
 
 def _passed(host: Any, name: str, count: int) -> list[Any]:

@@ -22,6 +22,7 @@ WARP = 32
 SCALARS = {"fp32": "float32", "i32": "int32", "i64": "int64"}
 CONSTANTS = {"fp32": "<f", "i32": "<i", "i64": "<q"}
 POINTER_BYTES = 8
+NO_BUFFER = Parameter(bytes(POINTER_BYTES).hex())
 ON = struct.pack("<i", 1).hex()
 ALLOCATING = ("aten.empty.memory_format", "aten.new_empty.default")
 HARMLESS = (*ALLOCATING, "aten.slice.Tensor", "aten.detach.default")
@@ -47,15 +48,10 @@ def record(
     launches = []
     for place, grid, parameters in first.launches:
         sizes = cubin_parameters(binaries[place][0].asm["cubin"])[kernels[2 * place].name]
-        rest = sizes[len(parameters) :]  # Triton's own scratch buffers, of which these kernels have none
-        if tuple(each.size_bytes for each in parameters) != sizes[: len(parameters)] or set(rest) - {POINTER_BYTES}:
-            raise NotPortableError(f"{kernels[2 * place].name} takes parameters of {sizes} bytes")
-        launches.append(Launch(2 * place, grid, (*parameters, *(Parameter(bytes(size).hex()) for size in rest))))
-    images = [binary.asm["cubin"] for pair in binaries for binary in pair]
-    call = CudaCall(
-        len(arguments), tuple(map(len, images)), tuple(kernels), tuple(launches), tuple(first.scratch)
-    )
-    return call, images
+        own = (NO_BUFFER for _ in sizes[len(parameters) :])  # Triton's own buffers, of which these kernels have none
+        launches.append(Launch(2 * place, grid, (*parameters, *own)))
+    call = CudaCall(len(arguments), tuple(kernels), tuple(launches), tuple(first.scratch))
+    return call, [binary.asm["cubin"] for pair in binaries for binary in pair]
 
 
 def _kernel(image: int, binary: Any) -> Kernel:
