@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,17 +19,18 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.backends.shared_library import FORMAT, cpu_features
 from dmuon_tune.cache import Artefact, ArtefactStore, Layers, Store
 from dmuon_tune.cli import main
+from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.portable import UnloadableCodeError
-from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Pick, Recipe, chain
 from dmuon_tune.runtime import GramNewtonSchulz, plan
 from dmuon_tune.space import config_to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = Group(2, 16, 24)
+JOBS = {"cpu": "1", "cuda": "8"}
 pytestmark = pytest.mark.skipif(
     backends()["tilelang"].unavailable(fingerprint("cpu")) is not None, reason="TileLang's CPU target cannot run here"
 )
@@ -43,16 +45,17 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.recipe import Group
 from dmuon_tune.runtime import GramNewtonSchulz, plan
 torch.set_num_threads(1)
-assert backends()["tilelang"].unavailable(fingerprint("cpu"))
+device = sys.argv[4]
+assert all(backends()[name].unavailable(fingerprint(device)) for name in ("tilelang", "cutedsl", "triton"))
 warnings = []
 handler = logging.Handler()
 handler.emit = lambda record: warnings.append(record.getMessage())
 logging.getLogger("dmuon_tune").addHandler(handler)
 group = Group(*json.loads(sys.argv[1]))
-resolved = plan([group], "cpu")
+resolved = plan([group], device)
 bound = resolved.groups[group].bindings.values()
-x = torch.load(sys.argv[2])
-torch.save(GramNewtonSchulz(plan=resolved)(x), sys.argv[3])
+x = torch.load(sys.argv[2]).to(device)
+torch.save(GramNewtonSchulz(plan=resolved)(x).cpu(), sys.argv[3])
 print(json.dumps({
     "origins": [each.origin for each in bound], "loaded": [each.from_artefact for each in bound],
     "kernels": [each.kernel for each in bound], "warnings": warnings,
@@ -60,23 +63,23 @@ print(json.dumps({
 """
 
 
-def products() -> list[Problem]:
-    return list(chain(GROUP, "gram", "float32"))
+def ship(path: Path, device: DeviceFingerprint, dtype: str, backend: str) -> None:
+    """A cache whose every product is of one DSL, and its artefacts."""
+    picks = []
+    with Store.open(path) as store:
+        for problem in chain(GROUP, "gram", dtype):
+            spec = kernel(f"{problem.op}.{backend}")
+            config, key = config_to_dict(spec.untuned(problem, device)), tuning_key(spec, problem, device)
+            store.record(key, config, Measurement.from_samples([10.0], 1e-6, {}), {"validation": "test"})
+            picks.append(Pick(problem, spec.name, config, key.sha256))
+        store.put_recipe(device, Recipe(GROUP, "gram", dtype, picks=tuple(picks)))
+    assert main(["cache", "build", "--cache", str(path), "--arch", device.arch, "--jobs", JOBS[device.kind]]) == 0
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache whose every product is TileLang's, and its artefacts."""
-    path, device = tmp_path_factory.mktemp("tuned") / "cache.sqlite", fingerprint("cpu")
-    picks = []
-    with Store.open(path) as store:
-        for problem in products():
-            spec = kernel(f"{problem.op}.tilelang")
-            config, key = config_to_dict(spec.untuned(problem, device)), tuning_key(spec, problem, device)
-            store.record(key, config, Measurement.from_samples([10.0], 1e-6, {}), {"validation": "test"})
-            picks.append(Pick(problem, spec.name, config, key.sha256))
-        store.put_recipe(device, Recipe(GROUP, "gram", "float32", picks=tuple(picks)))
-    assert main(["cache", "build", "--cache", str(path), "--arch", "cpu"]) == 0
+    path = tmp_path_factory.mktemp("tuned") / "cache.sqlite"
+    ship(path, fingerprint("cpu"), "float32", "tilelang")
     return path
 
 
@@ -94,13 +97,17 @@ def x() -> torch.Tensor:
     return torch.randn(GROUP.batch, GROUP.rows, GROUP.cols, generator=torch.Generator().manual_seed(0))
 
 
-def bare(cache: Path, x: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
+def bare(cache: Path, x: torch.Tensor, device: str = "cpu") -> tuple[dict[str, Any], torch.Tensor]:
     """(what ran, the polar factors) of a fresh process that has the runtime alone."""
     given, result = cache.parent / "x.pt", cache.parent / "polar.pt"
     torch.save(x, given)
+    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-c", BARE, json.dumps([GROUP.batch, GROUP.rows, GROUP.cols]), given, result],
-        env={"DMUON_TUNE_CACHE_PATH": str(cache), "PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nonexistent"},
+        [sys.executable, "-c", BARE, json.dumps([GROUP.batch, GROUP.rows, GROUP.cols]), given, result, device],
+        env={
+            "DMUON_TUNE_CACHE_PATH": str(cache), "PYTHONPATH": search_path, "PATH": "", "HOME": "/nonexistent",
+            "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", ""),
+        },
         capture_output=True, text=True, timeout=240, cwd="/",
     )
     assert done.returncode == 0, done.stderr
@@ -116,6 +123,26 @@ def test_without_language_and_compiler_the_tuned_kernels_run_bit_for_bit(cache: 
     bound = compiled.groups[GROUP].bindings.values()
     assert {each.origin for each in bound} == {"tuned"} and not any(each.from_artefact for each in bound)
     assert torch.equal(polar, GramNewtonSchulz(plan=compiled)(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cutedsl", "tilelang", "triton"])
+def test_on_a_gpu_without_any_dsl_the_tuned_kernels_run_bit_for_bit(
+    backend: str, tmp_path: Path, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, path = fingerprint("cuda"), tmp_path / "opt" / "cache.sqlite"
+    if reason := backends()[backend].unavailable(device):
+        pytest.skip(reason)
+    monkeypatch.setenv("DMUON_TUNE_CACHE_PATH", str(path))
+    ship(path, device, "float16", backend)
+    x = x.bfloat16()  # the ends that `cache build` compiles
+    ran, polar = bare(path, x, "cuda")
+    assert set(ran["origins"]) == {"tuned"} and all(ran["loaded"]) and not ran["warnings"]
+    assert ran["kernels"] == [f"{op}.{backend}" for op in ("gram", "gemm_symmetric", "apply")]
+    shutil.rmtree(path.parent / "artefacts")
+    compiled = plan([GROUP], "cuda")
+    assert not any(each.from_artefact for each in compiled.groups[GROUP].bindings.values())
+    assert torch.equal(polar, GramNewtonSchulz(plan=compiled)(x.cuda()).cpu())
 
 
 def test_building_again_keeps_what_is_whole(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
