@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from dmuon_tune.errors import CacheError, UsageError
 
-from .migrations import CorruptCacheError
+from .migrations import SCHEMA_VERSION, CorruptCacheError, found_version, prepare, require_current
 from .paths import CACHE_DIR_VARIABLE, URL_PATTERN
 
 BUSY_TIMEOUT_VARIABLE = "DMUON_TUNE_BUSY_TIMEOUT_S"
@@ -196,6 +196,27 @@ def use_wal(engine: Engine, where: str) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_EVERY_S)
+
+
+def readable(engine: Engine, where: str) -> Engine:
+    """``engine`` where it can be read as it is; for a file of an older schema one of a copy in memory, brought up to
+    date. CacheError for everything else."""
+    with engine.connect() as connection:
+        found = found_version(connection, where)
+        if found is None or found >= SCHEMA_VERSION or connection.dialect.name != "sqlite":
+            require_current(connection, where)
+            return engine
+    copy = open_engine(None, read_only=False)
+    original, target = engine.raw_connection(), copy.raw_connection()
+    try:
+        original.driver_connection.backup(target.driver_connection)  # type: ignore[union-attr]
+    finally:
+        target.close()
+        original.close()
+        engine.dispose()
+    with copy.execution_options(writes=True).begin() as connection:
+        prepare(connection, where)
+    return copy
 
 
 def rest(engine: Engine) -> None:

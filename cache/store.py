@@ -29,6 +29,7 @@ from .database import (
     locate,
     make_folder,
     open_engine,
+    readable,
     rest,
     set_aside,
     translated_errors,
@@ -36,7 +37,7 @@ from .database import (
 )
 from .dialect import upsert
 from .key import TuningKey
-from .migrations import CorruptCacheError, prepare, require_current
+from .migrations import CorruptCacheError, prepare
 from .models import DeviceRow, KernelRow, KeyRow, ProblemRow, RecipeRow, ToolchainRow, TrialRow, WinnerRow
 from .paths import CACHE_DIR_VARIABLE, user_cache_path
 
@@ -109,8 +110,8 @@ class Store:
     def _check_schema(self) -> None:
         with translated_errors(self.where):
             if self.read_only:
-                with self._engine.connect() as connection:
-                    return require_current(connection, self.where)
+                self._engine = readable(self._engine, self.where)
+                return
             with self._engine.execution_options(writes=True).begin() as connection:
                 prepare(connection, self.where)
         if isinstance(self._location, Path):

@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 from . import space
@@ -100,13 +100,7 @@ class KernelSpec:
 
     def legal_space(self, problem: Problem, device: DeviceFingerprint) -> list[Any]:
         """Every legal configuration, in the space's order; empty where the kernel refuses the problem."""
-        if not self.serves(problem, device):
-            return []
-        return [
-            config
-            for config in space.enumerate_space(self.Config)
-            if self.illegality(problem, config, device) is None
-        ]
+        return list(_legal_space(self, problem, device))
 
     def untuned(self, problem: Problem, device: DeviceFingerprint) -> Any | None:
         """The configuration used without a tuned one: the heuristic's, the default, or the first legal one."""
@@ -120,6 +114,47 @@ class KernelSpec:
     def digest(self) -> str:
         """SHA-256 of the code of ``sources``: comments, docstrings and formatting do not change it."""
         return digest_of(self.sources)
+
+
+@lru_cache(256)
+def _legal_space(spec: KernelSpec, problem: Problem, device: DeviceFingerprint) -> tuple[Any, ...]:
+    if not spec.serves(problem, device):
+        return ()
+    candidates = _candidates(spec.Config, spec.illegality, device)
+    return tuple(config for config in candidates if spec.illegality(problem, config, device) is None)
+
+
+class _AnyProblem:
+    """Stands for every problem: whoever asks it anything depends on the problem."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise _AsksProblem
+
+    def __eq__(self, other: object) -> bool:
+        raise _AsksProblem
+
+    def __hash__(self) -> int:
+        raise _AsksProblem
+
+
+class _AsksProblem(Exception):
+    """An answer depends on the problem."""
+
+
+@lru_cache(64)
+def _candidates(
+    config_type: type, illegality: Callable[[Any, Any, DeviceFingerprint], str | None], device: DeviceFingerprint
+) -> tuple[Any, ...]:
+    """The space, in its order, without what is illegal on this device whatever the problem is: most of a large one."""
+    problem = _AnyProblem()
+
+    def may_be_legal(config: Any) -> bool:
+        try:
+            return illegality(problem, config, device) is None
+        except _AsksProblem:
+            return True
+
+    return tuple(filter(may_be_legal, space.each_of(config_type)))
 
 
 def digest_of(modules: Iterable[str]) -> str:

@@ -54,7 +54,7 @@ from dmuon_tune.errors import DmuonTuneError, UsageError, said
 from dmuon_tune.models.shape_text import parse as parse_shapes
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import Group, default_dtype
-from dmuon_tune.search.run import driver_version
+from dmuon_tune.search.provenance import driver_version
 
 SHAPES = (
     "1x1024x1024,1x1024x4096,1x2048x2048,1x2048x8192,1x3584x18944,1x4096x4096,1x4096x14336,1x8192x8192,1x8192x28672,"

@@ -50,7 +50,7 @@ def main() -> None:
     options = TuneOptions(device=name, trials=args.limit, budget_s=args.budget, workers=args.workers)
     with Store.open_user(args.cache) as store:
         search = problem_search(problem, [spec], device, store, args.limit, 0, "exhaustive")
-        with Run(store, options, name, device, terminal_progress()) as run:
+        with Run(store, options, terminal_progress()) as run:
             run.warm([search])
             run.measure([search])
         (record, *_) = records(store, lambda other, kernel: (other, kernel) == (problem, spec.name))

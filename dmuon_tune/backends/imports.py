@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from typing import IO
+from typing import IO, Self
 
 from dmuon_tune.processes import ended
 
@@ -26,30 +26,62 @@ BOOTSTRAP = (
 )
 
 
-def import_failures(names: Iterable[str], timeout_s: float = math.inf) -> dict[str, str]:
-    """Backend → why its DSL, though installed, does not import.
+class ImportCheck:
+    """Whether the DSLs of these backends import, found out beside other work once it ``begin``s.
 
-    What takes longer than ``timeout_s`` seconds has no verdict, what takes longer than ``IMPORT_TIMEOUT_S`` is a
-    failure. Call it from the main thread, with which the processes die; an interrupt ends them at once.
+    Use it from the main thread, with which its processes die; leaving it as a context manager ends them, and what had
+    no verdict by then has none. What takes longer than ``IMPORT_TIMEOUT_S`` is a failure.
     """
-    running: dict[str, _Import] = {}
-    found = {}
-    try:
-        for name in sorted(names):
-            if hasattr(backends()[name], "load"):
-                running[name] = _Import(name)
-        end = time.monotonic() + timeout_s
-        while running and time.monotonic() < end:
-            for name, each in list(running.items()):
-                if each.is_over:
-                    running.pop(name).kill()
-                    if (reason := each.failure()) is not None:
-                        found[name] = reason
-            time.sleep(POLL_S)
-    finally:
-        for each in running.values():
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.failures: dict[str, str] = {}  # backend → why its DSL, though installed, does not import
+        self._waiting = sorted(name for name in names if hasattr(backends()[name], "load"))
+        self._running: dict[str, _Import] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for each in self._running.values():
             each.kill()
-    return found
+        self._running = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every backend has its verdict."""
+        return not self._waiting and not self._running
+
+    def imports(self, name: str) -> bool:
+        """Whether a backend is known to import, or has nothing to import."""
+        return name not in (*self._waiting, *self._running, *self.failures)
+
+    def begin(self) -> None:
+        """Start all that was not started yet."""
+        while self._waiting:
+            name = self._waiting.pop()
+            self._running[name] = _Import(name)
+
+    def poll(self) -> list[str]:
+        """The backends that have turned out not to import since the last time."""
+        failed = []
+        for name, each in list(self._running.items()):
+            if each.is_over:
+                self._running.pop(name).kill()
+                if (reason := each.failure()) is not None:
+                    self.failures[name] = reason
+                    failed.append(name)
+        return failed
+
+
+def import_failures(names: Iterable[str], timeout_s: float = math.inf) -> dict[str, str]:
+    """Backend → why its DSL, though installed, does not import; no verdict on what takes longer than ``timeout_s``."""
+    with ImportCheck(names) as check:
+        check.begin()
+        end = time.monotonic() + timeout_s
+        while not check.is_over and time.monotonic() < end:
+            check.poll()
+            time.sleep(POLL_S)
+    return check.failures
 
 
 class _Import:

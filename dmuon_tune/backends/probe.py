@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,24 @@ def resolve(device: str) -> str:
     if (parsed.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"device {device!r} asked, but torch sees {counted(torch.cuda.device_count(), 'GPU')}")
     return device
+
+
+def resolve_alike(devices: Sequence[str]) -> tuple[str, ...]:
+    """Each of these devices once, by its own name; UsageError where one is not here, or they are not all alike: what is
+    measured on one of them is kept for all."""
+    found = [resolve(device) for device in devices]
+    if len(found) > 1:
+        found = list(dict.fromkeys("cuda:0" if name == "cuda" else name for name in found))
+    first = fingerprint(found[0]).limits()
+    for name in found[1:]:
+        other = fingerprint(name).limits()
+        differing = next((field for field, value in first.items() if other[field] != value), None)
+        if differing is not None:
+            raise UsageError(
+                f"devices {found[0]} and {name} are not alike: {differing} {first[differing]} and {other[differing]}; "
+                "tune each kind in a run of its own"
+            )
+    return tuple(found)
 
 
 def _cuda(device: torch.device) -> DeviceFingerprint:

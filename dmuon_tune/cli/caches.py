@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import CacheError
@@ -62,6 +63,18 @@ def described(path: str | None) -> list[LayerDescription]:
     with Store.open(path, read_only=True) as store:
         label, shown = ("server", store.where) if store.is_server else ("file", path)
         return [LayerDescription(path, label=label, path=shown, state="ok", entries=len(store.entries()), detail="")]
+
+
+def known(place: str | None, may_be_new: bool) -> Store:
+    """One cache to read, the file or server ``place`` or the user's. Where it does not exist, it is an empty one if it
+    ``may_be_new``, else a CacheError."""
+    from dmuon_tune.cache import Store, user_cache_path
+    from dmuon_tune.cache.database import locate
+
+    where = place or str(user_cache_path())
+    file = locate(where)
+    is_new = isinstance(file, Path) and not file.exists()
+    return Store.open("sqlite://") if is_new and may_be_new else Store.open(where, read_only=True)
 
 
 @contextmanager

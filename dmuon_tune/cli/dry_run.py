@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.words import counted
 
-from . import workload
+from . import caches, workload
 from .options import ALL_TRIALS
 from .output import microseconds, note, print_json, say, table
 
 if TYPE_CHECKING:
-    from dmuon_tune.cache import Store
     from dmuon_tune.device import DeviceFingerprint
     from dmuon_tune.problem import Problem
     from dmuon_tune.search import TuneOptions
@@ -31,7 +29,7 @@ def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, 
     from dmuon_tune.search.workload import ends
     from dmuon_tune.search.workload import workload as workload_of
 
-    device = fingerprint(args.device)
+    device = fingerprint(chosen.device_names()[0])
     dtype = args.dtype or default_dtype(device.kind)
     specs, _ = usable_kernels(device, args.backends)
     problems = [*workload_of(work.groups, dtype, specs, device), *ends(work.groups, dtype, specs, device)]
@@ -43,7 +41,7 @@ def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, 
         say(table(["problem", "kernel", "legal_configs", "refusal"], cells))
     if none:
         raise NoLegalConfigError(f"{none[0].label()}: no kernel of the chosen backends has a legal configuration here")
-    with _known(place) as store:
+    with caches.known(place, may_be_new=True) as store:
         found = plan(work.groups, store, chosen)
     if args.format == "json":
         print_json({
@@ -52,17 +50,6 @@ def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, 
     else:
         _print(found, chosen)
     return 0
-
-
-def _known(place: str | None) -> Store:
-    """The cache that a run would go on with, read-only; an empty one where there is none yet."""
-    from dmuon_tune.cache import Store, user_cache_path
-    from dmuon_tune.cache.database import locate
-
-    where = place or str(user_cache_path())
-    file = locate(where)
-    is_new = isinstance(file, Path) and not file.exists()
-    return Store.open("sqlite://") if is_new else Store.open(where, read_only=True)
 
 
 def _fields(found: TunePlan, chosen: TuneOptions) -> dict[str, Any]:

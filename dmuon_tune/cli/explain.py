@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dmuon_tune.device import DeviceFingerprint
     from dmuon_tune.problem import Problem
     from dmuon_tune.runtime import Plan
+    from dmuon_tune.runtime.plan import GroupPlan
+    from dmuon_tune.runtime.resolve import Resolver
 
 
 def register(commands: Any) -> None:
@@ -26,7 +28,8 @@ def register(commands: Any) -> None:
         "explain", parents=[options.common(), options.model(), options.device(), options.cache()],
         help="explain which kernel training will run and why",
         description="Resolve every product as training does: the chosen entry, its origin and cache layer, the "
-        "group's recipe, every candidate, and for a miss the field in which the nearest entry differs.",
+        "group's recipe, what a step launches at its ends, every candidate, and for a miss the field in which the "
+        "nearest entry differs.",
     )
     parser.add_argument(
         "--require", action="store_true", help="exit with code 3 where a product has no tuned entry"
@@ -39,10 +42,13 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     work = workload.of(args)
+    import torch
+
     from dmuon_tune.cache import Layers
     from dmuon_tune.measure.build import compile_kernel
     from dmuon_tune.runtime import plan
-    from dmuon_tune.runtime.plan import ON_MISS_VARIABLE
+    from dmuon_tune.runtime.plan import ON_MISS_VARIABLE, device_context
+    from dmuon_tune.runtime.resolve import Resolver
 
     environ = dict(os.environ)
     policy = environ.get(ON_MISS_VARIABLE) or "heuristic"
@@ -53,20 +59,26 @@ def run(args: argparse.Namespace) -> int:
         build = compile_kernel if args.compile else _not_compiled
         on_miss = "heuristic" if policy in ("tune", "error") else policy  # the tables first; explaining tunes nothing
         resolved = plan(work.groups, args.device, args.dtype, layers, on_miss=on_miss, build=build)
+        with device_context(torch.device(resolved.device)):
+            resolver = Resolver(resolved.fingerprint, layers, on_miss == "nearest", build)
+            at_ends = [found for planned in resolved.groups.values() for found in ends_of(planned, resolver)]
         described = layers.descriptions()
-    chosen = {row["problem"]: row for row in resolved.rows()}
+    ends = [row for _, row in at_ends]
+    chosen = {row["problem"]: row for row in [*resolved.rows(), *ends]}
+    problems = [*_problems(resolved), *dict.fromkeys(problem for problem, _ in at_ends)]
     with caches.opened(described) as found:
-        candidates = _candidates(resolved, chosen, found, layers)
+        candidates = _candidates(problems, resolved.fingerprint, chosen, found, layers)
     if args.format == "json":
         print_json({
-            "device": resolved.fingerprint.to_dict(), "products": resolved.rows(), "candidates": candidates,
+            "device": resolved.fingerprint.to_dict(), "products": resolved.rows(), "ends": ends,
+            "candidates": candidates,
             "recipes": [
                 {**planned.recipe.to_dict(), "layer": planned.layer or None} for planned in resolved.groups.values()
             ],
             "missing": [problem.label() for problem in resolved.missing], "command": resolved.command,
         })
     else:
-        _print(resolved, candidates)
+        _print(resolved, ends, candidates)
     if code := caches.exit_code(described):
         return code
     if resolved.missing and (args.require or policy == "error"):
@@ -81,16 +93,44 @@ def _not_compiled(*ignored: Any) -> CompiledKernel:
     return CompiledKernel(launch=lambda *arguments: None)
 
 
+def ends_of(planned: GroupPlan, resolver: Resolver) -> list[tuple[Problem, dict[str, Any]]]:
+    """What an optimizer's step launches at a group's ends on a GPU, for bf16 weights with Nesterov momentum: (problem,
+    a row as of a product). Where no kernel serves one, PyTorch does its work in more passes."""
+    from dmuon_tune.recipe import Group, ends, first_launch
+
+    if resolver.device.kind == "cpu":
+        return []
+    recipe, rows = planned.recipe, []
+    group = recipe.group
+    first = first_launch(group, recipe.dtype)
+    found: dict[Problem, Problem | None] = {first: None}
+    for size in dict.fromkeys(recipe.pieces):
+        piece = Group(size, group.rows, group.cols)
+        of_piece = ends(piece, recipe.form, recipe.dtype, recipe.steps, recipe.restarts)
+        found |= {end: like for end, like in of_piece.items() if like is not None}
+    for problem, like in found.items():
+        bound = resolver.bind_end(problem, planned.bindings[like] if like else None)
+        count = 1 if problem == first else recipe.pieces.count(problem.batch)
+        rows.append((problem, {
+            "group": group.label(), "form": recipe.form, "problem": problem.label(), "count": count,
+            "origin": bound.origin if bound else "pytorch", "layer": bound.layer if bound else "",
+            "kernel": bound.kernel if bound else None, "config": dict(bound.config) if bound else {},
+            "median_us": bound.median_us if bound else None,
+        }))
+    return rows
+
+
 def _candidates(
-    resolved: Plan, chosen: dict[str, dict[str, Any]], found: list[caches.OpenCache], layers: Layers
+    problems: list[Problem], device: DeviceFingerprint, chosen: dict[str, dict[str, Any]],
+    found: list[caches.OpenCache], layers: Layers,
 ) -> list[dict[str, Any]]:
     from dmuon_tune.kernel_specs import kernels
 
     from .reasons import refusal
 
     rows: list[dict[str, Any]] = []
-    for problem in _problems(resolved):
-        entries = _entries(problem, resolved.fingerprint, found, layers)
+    for problem in problems:
+        entries = _entries(problem, device, found, layers)
         pick = chosen[problem.label()]
         for entry in entries:
             same = all(entry[name] == pick[name] for name in ("kernel", "layer", "config"))
@@ -102,7 +142,7 @@ def _candidates(
         rows += entries
         usable = {entry["kernel"] for entry in entries if entry["current"]}
         for spec in kernels(problem.op):
-            refused = refusal(spec, problem, resolved.fingerprint)
+            refused = refusal(spec, problem, device)
             if refused or spec.name not in usable:
                 verdict = f"refused: {refused}" if refused else "no entry"
                 rows.append(_row(problem, spec.name, None, None, None, False, verdict))
@@ -153,15 +193,15 @@ def _row(
     }
 
 
-def _print(resolved: Plan, candidates: list[dict[str, Any]]) -> None:
+def _print(resolved: Plan, ends: list[dict[str, Any]], candidates: list[dict[str, Any]]) -> None:
     say(table(
         ["group", "form", "problem", "count", "origin", "layer", "kernel", "config", "median_us"],
         [
             [
                 row["group"], row["form"], row["problem"], row["count"], row["origin"], row["layer"] or None,
-                row["kernel"], config_text(row["config"]), microseconds(row["median_us"]),
+                row["kernel"], config_text(row["config"]) or None, microseconds(row["median_us"]),
             ]
-            for row in resolved.rows()
+            for row in [*resolved.rows(), *ends]
         ],
     ))
     say()

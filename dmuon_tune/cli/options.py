@@ -75,11 +75,11 @@ def dtype(text: str) -> str:
 
 def seconds(text: str) -> float:
     """A duration in seconds from ``90s``, ``4m``, ``1h30m`` or plain seconds."""
-    if not re.fullmatch(r"(\d+(\.\d+)?[smh])+|\d+(\.\d+)?", text):
+    if not re.fullmatch(r"-?((\d+(\.\d+)?[smh])+|\d+(\.\d+)?)", text):
         raise argparse.ArgumentTypeError(f"duration {text!r} is not understood; write 90s, 4m, 1h or 1h30m")
     parts = re.findall(r"(\d+(?:\.\d+)?)([smh]?)", text)
     total = sum(float(number) * _UNIT_SECONDS[unit or "s"] for number, unit in parts)
-    if not 0 < total < 366 * 24 * 3600:
+    if text.startswith("-") or not 0 < total < 366 * 24 * 3600:
         raise argparse.ArgumentTypeError(f"duration {text!r} is out of range: more than 0, less than a year")
     return total
 
@@ -94,6 +94,11 @@ def positive(text: str) -> int:
 def trials(text: str) -> int:
     """How many configurations a problem: an integer of at least 1, or ``all``."""
     return ALL_TRIALS if text == "all" else positive(text)
+
+
+def devices(text: str) -> tuple[str, ...]:
+    """Comma-separated devices; a bare number is a GPU's index."""
+    return tuple(f"cuda:{name}" if name.isdecimal() else name for name in names(text))
 
 
 def names(text: str) -> tuple[str, ...]:

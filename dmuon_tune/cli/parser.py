@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, NoReturn
 
 from dmuon_tune import __version__
@@ -17,6 +18,11 @@ EPILOG = """exit codes: 0 ok, 1 failure, 2 usage, 3 a required entry is missing,
 
 class Parser(argparse.ArgumentParser):
     """Reports a usage error as every other error: one line and exit code 2."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # No option begins with a number: ``-5s`` is a value, which its own type refuses in its own words.
+        self._negative_number_matcher = re.compile(r"-\d")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")

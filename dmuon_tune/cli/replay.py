@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dmuon_tune.errors import UsageError
 from dmuon_tune.words import counted
 
-from . import options
+from . import caches, options
 from .output import note, print_json, say, table
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _pyplot(path: Path) -> Any:
 
 
 def _records(args: argparse.Namespace) -> list[Record]:
-    from dmuon_tune.cache import Store, user_cache_path
+    from dmuon_tune.cache import user_cache_path
     from dmuon_tune.search.record import Record, records
 
     if args.record:
@@ -93,7 +93,7 @@ def _records(args: argparse.Namespace) -> list[Record]:
             raise UsageError("--record names whole files; --cache, --problem and --kernel choose from a cache")
         return [Record.read(path) for path in args.record]
     path = args.cache or user_cache_path()
-    with Store.open(path, read_only=True) as store:
+    with caches.known(args.cache, may_be_new=args.cache is None) as store:  # as for 'show'
         found = records(
             store,
             lambda problem, kernel: args.kernel in (None, kernel) and problem.label().startswith(args.problem or ""),

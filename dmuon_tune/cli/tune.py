@@ -52,7 +52,11 @@ def register(commands: Any) -> None:
         help="what picks configurations, such as tpe or exhaustive; an unknown name lists all (default: combined)",
     )
     search.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
-    search.add_argument("--workers", type=options.positive, metavar="N", help="measuring processes")
+    search.add_argument(
+        "--devices", type=options.devices, default=(), metavar="LIST",
+        help="several GPUs of one kind, such as 0,1,2,3: each measures some of the problems (default: --device alone)",
+    )
+    search.add_argument("--workers", type=options.positive, metavar="N", help="measuring processes of each device")
     search.add_argument("--compile-timeout", type=options.seconds, default=120.0, metavar="TIME", help="default: 2m")
     search.add_argument("--run-timeout", type=options.seconds, default=60.0, metavar="TIME", help="default: 1m")
     search.add_argument(
@@ -71,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     from dmuon_tune.search import TuneOptions, terminal_progress, tune
 
     chosen = TuneOptions.of_effort(
-        args.effort, args.trials, args.budget, device=args.device, dtype=args.dtype, backends=args.backends,
-        sampler=args.sampler, seed=args.seed, workers=args.workers,
+        args.effort, args.trials, args.budget, device=args.device, devices=args.devices, dtype=args.dtype,
+        backends=args.backends, sampler=args.sampler, seed=args.seed, workers=args.workers,
         compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout,
     )
     if args.dry_run:
@@ -153,14 +157,16 @@ def _conclude(report: TuneReport, where: str) -> int:
     if failures:
         note(f"{counted(failures, 'configuration')} failed; 'dmuon-tune show --failures' says why")
     failed = [problem for problem in report.problems if problem.winner is None]
+    needed = [problem for problem in failed if not problem.is_end]
     untried = [] if report.complete else [problem for problem in failed if not any(problem.statuses.values())]
     for problem in failed:
         if problem not in untried:
             tried = statuses_text(problem.statuses) or "none tried"
-            warn(f"{problem.problem.label()}: no configuration works ({tried})")
+            without = "; training does without this end of a chain" if problem.is_end else ""
+            warn(f"{problem.problem.label()}: no configuration works ({tried}){without}")
     if untried:
         note(f"no result yet for {len(untried)} of {counted(len(report.problems), 'problem')}")
-    return 1 if failed and report.complete else 0
+    return 1 if needed and report.complete else 0
 
 
 def _conclude_chains(report: TuneReport) -> None:

@@ -34,12 +34,13 @@ BOOTSTRAP = (
 )
 
 
-def default_workers(device_kind: str) -> int:
-    """One on a CPU, where a second would disturb the timing; on a GPU as many as compile beside each other."""
+def default_workers(device_kind: str, devices: int = 1) -> int:
+    """One on a CPU, where a second would disturb the timing; for each of so many GPUs as many as compile beside each
+    other."""
     if device_kind == "cpu":
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(GPU_MOST_WORKERS, cores - 2))
+    return max(1, min(GPU_MOST_WORKERS, (cores - 2) // devices))
 
 
 class Executor:
@@ -58,6 +59,7 @@ class Executor:
         compile_timeout_s: float = 120.0,
         run_timeout_s: float = 60.0,
     ) -> None:
+        self.device = device
         self.capacity = workers or default_workers("cpu" if device == "cpu" else "cuda")
         self._timeouts_s = {
             "starting": START_TIMEOUT_S, "compiling": compile_timeout_s, "waiting": None, "running": run_timeout_s,
@@ -85,6 +87,11 @@ class Executor:
     def has_room(self) -> bool:
         return len(self._busy) < self.capacity
 
+    @property
+    def pipes(self) -> list[connection.Connection]:
+        """What becomes readable when a job under way may have ended."""
+        return [worker.pipe for worker in self._busy]
+
     def warm(self, jobs: int) -> None:
         """Start the processes that so many jobs will use, so that they import while their caller plans."""
         while len(self._idle) + len(self._busy) < min(self.capacity, jobs):
@@ -107,7 +114,7 @@ class Executor:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = POLL_S if end is None else min(POLL_S, end - time.monotonic())
-            ready = connection.wait([worker.pipe for worker in self._busy], max(0.0, left))
+            ready = connection.wait(self.pipes, max(0.0, left))
             for worker in list(self._busy):
                 outcome = worker.advance(worker.pipe in ready, self._timeouts_s)
                 if outcome is not None:

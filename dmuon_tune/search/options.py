@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from dmuon_tune.backends.probe import resolve_alike
 from dmuon_tune.cache import CacheEntry
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
@@ -33,7 +34,8 @@ EFFORTS = {
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How to tune. ``device``: auto, cpu, cuda or cuda:<index>. ``dtype``: None for the device's default.
+    """How to tune. ``device``: auto, cpu, cuda or cuda:<index>; ``devices`` in its place: several of one kind, each of
+    which measures some of the problems. ``dtype``: None for the device's default.
 
     ``backends``: the DSLs to try (None: all); the library is always measured, as the baseline. ``trials``:
     configurations a problem over all kernels, those in the cache counted (of a chain's ends a quarter as many); the
@@ -42,8 +44,8 @@ class TuneOptions:
     ``patience``: a problem's search ends where so many configurations in a row were no faster than its best by more
     than a tie (None: never): the next one improves with a chance of about 1 in ``patience``, mostly by less than a
     fifth, so by less than noise in the mean. ``finalists``: how many configurations of a problem race at most, beside
-    the untuned ones and the library. ``workers``: measuring processes (None: by device). Raises UsageError for values
-    that make no sense.
+    the untuned ones and the library. ``workers``: measuring processes of each device (None: by its kind). Raises
+    UsageError for values that make no sense.
     """
 
     device: str = "auto"
@@ -58,8 +60,11 @@ class TuneOptions:
     compile_timeout_s: float = 120.0
     run_timeout_s: float = 60.0
     workers: int | None = None
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.devices and self.device != "auto":
+            raise UsageError("device and devices both say what to tune on; give one of them")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         sampler_type(self.sampler)
@@ -67,6 +72,10 @@ class TuneOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name} must be greater than 0, not {value!r}")
+
+    def device_names(self) -> tuple[str, ...]:
+        """The devices that are here, by their own names; UsageError where one is not, or they are not all alike."""
+        return resolve_alike(self.devices or (self.device,))
 
     @classmethod
     def of_effort(cls, effort: str, trials: int | None = None, budget_s: float | None = None, **more: Any) -> Self:
@@ -87,7 +96,8 @@ class ProblemReport:
     """One problem's state after the run, over the current kernels' code, device and toolchains.
 
     ``winner`` and ``library`` are None where nothing was measured ok. ``measured`` counts this run's configurations,
-    ``reused`` those found in the cache, ``statuses`` both by how they ended.
+    ``reused`` those found in the cache, ``statuses`` both by how they ended. ``is_end``: a chain's end, which training
+    does without where nothing works.
     """
 
     problem: Problem
@@ -96,6 +106,7 @@ class ProblemReport:
     measured: int
     reused: int
     statuses: dict[str, int]
+    is_end: bool = False
 
 
 @dataclass(frozen=True)

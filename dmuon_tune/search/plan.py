@@ -20,13 +20,12 @@ from .ends import EndSearch
 from .neighbours import Neighbours
 from .options import TuneOptions
 from .schedule import ProblemSearch, kernel_searches, problem_search, usable_kernels
-from .shares import CHAINS_SHARE
+from .shares import CHAINS_SHARE, RACE_S
 from .workload import ends, workload
 
 GUESSED_S = {"cpu": 1.5, "cuda": 1.0}  # from one result to the next, where the cache holds too few to tell
 FEWEST_GAPS = 10  # that tell
 PAUSE_S = 60.0  # a longer gap is one between runs
-RACE_S = 2.0  # one problem's race: as long as its rounds may take
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class TunePlan:
 
 def plan(groups: Sequence[Group], store: Store, options: TuneOptions) -> TunePlan:
     """Plan a run without starting it; raises what the run would raise at its start."""
-    device = fingerprint(options.device)
+    device = fingerprint(options.device_names()[0])
     dtype = options.dtype or default_dtype(device.kind)
     specs, _ = usable_kernels(device, options.backends)
     searches = searches_of(groups, dtype, specs, device, store, options)

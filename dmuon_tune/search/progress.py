@@ -18,6 +18,8 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
 from dmuon_tune.words import counted
 
+from .shares import CHAINS_SHARE, RACE_S
+
 PLAIN_INTERVAL_S = 10.0
 PACE_RESULTS = 30  # the latest results that tell the pace: kernels of another problem may take longer
 
@@ -25,8 +27,9 @@ PACE_RESULTS = 30  # the latest results that tell the pace: kernels of another p
 class Progress(Protocol):
     """Told of a tuning run's events, from the thread that tunes."""
 
-    def started(self, total: int, budget_s: float | None) -> None:
-        """``total`` configurations will be measured, fewer where ``budget_s`` seconds end the run before."""
+    def started(self, total: int, budget_s: float | None, races: int) -> None:
+        """``total`` configurations will be measured, fewer where ``budget_s`` seconds end the run before; then the
+        finalists of so many problems race, and whole chains are timed."""
 
     def settled(self, count: int) -> None:
         """A problem's search ended early: ``count`` fewer configurations are measured."""
@@ -46,7 +49,7 @@ class Progress(Protocol):
         """All that is left, ``count`` problems or groups, is under way in other runs, on ``hosts``."""
 
     def races_started(self, races: int, left_s: float | None) -> None:
-        """The finalists of so many problems will be timed against each other, for ``left_s`` seconds at most."""
+        """The finalists of so many problems will be timed against each other; the run ends in ``left_s`` seconds."""
 
     def raced(self, problem: Problem, kernel: str, measurement: Measurement) -> None:
         """A problem's race is over, and what won."""
@@ -64,7 +67,7 @@ class Progress(Protocol):
 class Silent:
     """Shows nothing."""
 
-    def started(self, total: int, budget_s: float | None) -> None:
+    def started(self, total: int, budget_s: float | None, races: int) -> None:
         pass
 
     def settled(self, count: int) -> None:
@@ -101,13 +104,19 @@ class Silent:
 
 
 class Clock:
-    """Counts what is done and estimates the time left: the budget's, or less by the pace of the latest results."""
+    """Counts what is done and estimates the time left of the whole run: the budget's, or less by the pace of the latest
+    results, with ``races`` that follow and the chains' share of it all; ``before_s`` went by before this part."""
 
-    def __init__(self, total: int, budget_s: float | None) -> None:
+    def __init__(self, total: int, budget_s: float | None, races: int = 0, before_s: float = 0.0) -> None:
         self.total, self.done = total, 0
-        self._budget_s = budget_s
+        self._budget_s, self._races, self._before_s = budget_s, races, before_s
         self._start = time.monotonic()
         self._ends = deque([self._start], PACE_RESULTS + 1)
+
+    @property
+    def passed_s(self) -> float:
+        """Since the run began."""
+        return self._before_s + time.monotonic() - self._start
 
     def count(self) -> None:
         """One more is done."""
@@ -119,7 +128,8 @@ class Clock:
         bounds = []
         if self.done:
             pace_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-            bounds.append(pace_s * max(0, self.total - self.done))
+            products_s = self.passed_s + pace_s * max(0, self.total - self.done) + RACE_S * self._races
+            bounds.append(products_s / (1 - CHAINS_SHARE) - self.passed_s)
         if self._budget_s is not None:
             bounds.append(max(0.0, self._budget_s - (time.monotonic() - self._start)))
         return f"{int(min(bounds)) // 60}:{int(min(bounds)) % 60:02d}" if bounds else "-:--"
@@ -140,8 +150,8 @@ class TerminalBar:
         )
         self._clock = Clock(0, None)
 
-    def started(self, total: int, budget_s: float | None) -> None:
-        self._clock = Clock(total, budget_s)
+    def started(self, total: int, budget_s: float | None, races: int) -> None:
+        self._clock = Clock(total, budget_s, races)
         self._task = self._bar.add_task("tuning", total=total, left=self._clock.left(), doing="")
         self._bar.start()
 
@@ -166,7 +176,7 @@ class TerminalBar:
         self._bar.update(self._task, left=self._clock.left(), doing=_waiting(count, hosts))
 
     def races_started(self, races: int, left_s: float | None) -> None:
-        self._clock = Clock(races, left_s)
+        self._clock = Clock(races, left_s, before_s=self._clock.passed_s)
         self._task = self._bar.add_task("races", total=races, left=self._clock.left(), doing=_races_of(races))
         self._bar.start()
 
@@ -199,8 +209,8 @@ class PlainLines:
         self._clock = Clock(0, None)
         self._next, self._waited = 0.0, ""
 
-    def started(self, total: int, budget_s: float | None) -> None:
-        self._clock = Clock(total, budget_s)
+    def started(self, total: int, budget_s: float | None, races: int) -> None:
+        self._clock = Clock(total, budget_s, races)
 
     def settled(self, count: int) -> None:
         self._clock.total -= count
@@ -228,7 +238,7 @@ class PlainLines:
             self._write(line)
 
     def races_started(self, races: int, left_s: float | None) -> None:
-        self._clock = Clock(races, left_s)
+        self._clock = Clock(races, left_s, before_s=self._clock.passed_s)
         self._write(f"timing {_races_of(races)}")
 
     def raced(self, problem: Problem, kernel: str, measurement: Measurement) -> None:
@@ -294,4 +304,5 @@ def _chain_outcome(recipe: Recipe, measurement: Measurement, best_us: float | No
 
 def _result(measurement: Measurement, best_us: float | None) -> str:
     result = f"{measurement.median_us:.1f} us" if measurement.median_us is not None else measurement.status
+    result += ", disturbed" if measurement.disturbed else ""
     return result + ("" if best_us is None else f", best {best_us:.1f} us")

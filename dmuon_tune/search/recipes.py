@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import ops
 from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measure.chain import chain_key
 from dmuon_tune.measure.winners import library_kernel
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import ITEM_BYTES, Problem
@@ -25,17 +27,22 @@ HOPELESS = 2.0  # times the cheapest form's sum of winners, on cold operands: no
 FASTER = 1.01  # a chain replaces the best one where it is faster by more than a graph's run-to-run difference
 L2_SHARE = 0.5  # of the L2 that a piece's square matrices may fill: X passes through it too
 CLOSE = 1.03  # kernels whose medians alone are this close may change places inside a chain ...
+CLOSE_OWN = 1.08  # an own kernel's beside the library's: at 1x1024x1024 that was 5 % faster alone, and its chain slower
 CLOSE_IN_L2 = 1.1  # ... and more so where the chain finds in the L2 what was cold when the product was timed alone
+
+FORMS, OWN, PIECES, RIVALS, PRICES = range(5)  # a search's stages
 
 Role = tuple[str, str]  # (op, epilogue): a product's place in a chain
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A product's winner and those that may be faster inside a chain, the fastest first."""
+    """A product's winner and those that may be faster inside a chain, the fastest first; ``own`` is this project's
+    fastest kernel where the library won by little."""
 
     winner: CacheEntry
     rivals: tuple[CacheEntry, ...] = ()
+    own: CacheEntry | None = None
 
     @property
     def median_us(self) -> float:
@@ -84,8 +91,9 @@ def chunks(group: Group, form: str, dtype: str, l2_bytes: int) -> list[int]:
 class ChainSearch:
     """One group's search: ``candidate`` is the chain to time next, None at the end; ``observe`` tells its outcome.
 
-    Coordinate by coordinate: the form, with the winners' kernels and the whole batch at once; then smaller pieces; then
-    each product's rivals; at last (``is_pricing``) the costs of smaller batches.
+    Coordinate by coordinate, what promises most first (``stage``): the form, with the winners' kernels and the whole
+    batch at once; own kernels where the library won by little; smaller pieces; each product's rivals, where the chain
+    spends most first; at last (``is_pricing``) the costs of smaller batches.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class ChainSearch:
         device: DeviceFingerprint,
     ) -> None:
         self.group = estimated[0].group
-        self.is_pricing = False
+        self.stage = FORMS
         self._estimated, self._tuned, self._device = estimated, tuned, device
         self._specs = {spec.name: spec for spec in specs}
         self._failed: set[str] = set()
@@ -107,6 +115,15 @@ class ChainSearch:
             self.candidate = self._steps.send(measurement)
         except StopIteration:
             self.candidate = None
+
+    @property
+    def is_pricing(self) -> bool:
+        return self.stage == PRICES
+
+    @property
+    def urgency(self) -> tuple[int, float]:
+        """Of groups' chains the least goes first: the earlier stage, then the longer chain."""
+        return self.stage, -(self.best_us or self._estimated[0].cost_us or 0.0)
 
     @property
     def best_us(self) -> float | None:
@@ -130,17 +147,41 @@ class ChainSearch:
                 yield from self._try(replace(recipe, cost_us=None), {})
         if self._best is None:
             return
+        self.stage = OWN
+        picked = yield from self._prefer_own()
+        self.stage = PIECES
         recipe = self._best[0]
         for chunk in chunks(self.group, recipe.form, recipe.dtype, self._device.l2_bytes):
-            yield from self._try(replace(recipe, chunk=chunk), {})
-        picked: dict[Role, CacheEntry] = {}
-        for problem in chain(self.group, recipe.form, recipe.dtype):
-            for rival in self._tuned[problem].rivals:
-                other = {**picked, (problem.op, problem.epilogue): rival}
-                if (yield from self._try(self._best[0], other)):
-                    picked = other
-        self.is_pricing = True
+            yield from self._try(replace(recipe, chunk=chunk), picked)
+        self.stage = RIVALS
+        for role, found in self._by_worth(recipe).items():
+            for rival in found.rivals:
+                if rival != found.own:  # which was tried before
+                    other = {**picked, role: rival}
+                    if (yield from self._try(self._best[0], other)):
+                        picked = other
+        self.stage = PRICES
         yield from self._price(picked)
+
+    def _by_worth(self, recipe: Recipe) -> dict[Role, Tuned]:
+        """The products of a whole batch, those that the chain spends most time in first."""
+        products = chain(self.group, recipe.form, recipe.dtype)
+        ranked = sorted(products, key=lambda problem: -products[problem] * self._tuned[problem].median_us)
+        return {(problem.op, problem.epilogue): self._tuned[problem] for problem in ranked}
+
+    def _prefer_own(self) -> Generator[Recipe, Measurement, dict[Role, CacheEntry]]:
+        """Own kernels for all products that the library won by little at once, else for one after another; returns what
+        the fastest chain has."""
+        assert self._best is not None
+        recipe = self._best[0]
+        own = {role: found.own for role, found in self._by_worth(recipe).items() if found.own is not None}
+        if len(own) > 1 and (yield from self._try(recipe, own)):
+            return own
+        picked: dict[Role, CacheEntry] = {}
+        for role, entry in own.items():
+            if (yield from self._try(recipe, {**picked, role: entry})):
+                picked[role] = entry
+        return picked
 
     def _try(self, recipe: Recipe, picked: Mapping[Role, CacheEntry]) -> Generator[Recipe, Measurement, bool]:
         """Time a chain and keep it where it is the fastest; whether it is."""
@@ -217,12 +258,15 @@ def is_current(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFinger
 
 def keep_recipe(search: ChainSearch, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store) -> Recipe:
     """Keep the recipe found in place of the one there was, unless that is of today's kernels and was timed, and this is
-    an estimate or, of a search cut short, slower."""
+    an estimate or slower."""
     recipe = search.recipe()
     kept = store.recipe(device, recipe.group, recipe.dtype)
     if kept is not None and is_current(kept, specs, device):
         cut_short = search.candidate is not None and not search.is_pricing
-        if not recipe.timed or cut_short and (kept.cost_us or 0.0) < (recipe.cost_us or 0.0):
+        trial = store.chain_trial(chain_key(kept, device))
+        kept_us = (trial.measurement.median_us if trial else kept.cost_us) or math.inf
+        is_comparable = trial is not None or cut_short  # else another version of chains.py timed it
+        if not recipe.timed or is_comparable and kept_us * FASTER < (recipe.cost_us or 0.0):
             return kept
     if kept != recipe:
         store.put_recipe(device, recipe)

@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from logging import getLogger
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from dmuon_tune import __version__
+from dmuon_tune.backends.imports import POLL_S, ImportCheck
+from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.measure.chain import chain_key
-from dmuon_tune.measure.executor import Executor
+from dmuon_tune.measure.executor import Executor, default_workers
+from dmuon_tune.measure.fleet import Fleet
 from dmuon_tune.measure.job import AnyJob, ChainJob, Job, Outcome
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Recipe
 from dmuon_tune.space import config_to_dict
 
 from .claims import LOOK_EVERY_S, Membership, Share, digest
+from .homes import Homes
 from .options import TuneOptions
 from .progress import Progress
+from .provenance import CHAIN_VALIDATION, now, of_run
 from .races import PREPARE_S, Finals, Race, Retiming, finalists, retimings
 from .races import job_of as race_job
 from .recipes import ChainSearch
-from .schedule import Candidate, ProblemSearch, Schedule
+from .schedule import Candidate, KernelSearch, ProblemSearch, Schedule, unmeasured_backends
 from .shares import chains_share_s, races_share_s
 
 logger = getLogger(__name__)
-VALIDATION = "float64 reference on random inputs, poisoned and guarded outputs, two runs bit-equal"
-CHAIN_VALIDATION = "polar error against float64 near the plain form's, outputs full of NaN before, two runs bit-equal"
 RETIMINGS_MOST_S = 5.0  # of a run, for timings that other processes disturbed
 PRODUCTS_GRACE = 0.25  # of the chains' share, which products under way may still take
 BUDGET_GRACE_S = 10.0  # what is under way when the budget ends may still finish
@@ -48,42 +45,41 @@ class Run:
     """One run's measuring: feeds the workers, first with products, then with chains, until either is exhausted or its
     part of the budget ends. A context manager that ends the workers and the progress."""
 
-    def __init__(
-        self, store: Store, options: TuneOptions, device_name: str, device: DeviceFingerprint, progress: Progress
-    ) -> None:
+    def __init__(self, store: Store, options: TuneOptions, progress: Progress) -> None:
         self._store, self._options, self._progress = store, options, progress
-        self._device_name, self.device = device_name, device
+        names = options.device_names()
+        self.device = fingerprint(names[0])
         self._rng = random.Random(options.seed)
         self._end: float | None = None  # of the products' part, then of the whole budget
+        self._whole_end: float | None = None
         self._grace_s = BUDGET_GRACE_S
         if options.budget_s is not None:
             share_s = chains_share_s(options.budget_s)
-            self._end = time.monotonic() + options.budget_s - share_s - races_share_s(options.budget_s)
+            self._whole_end = time.monotonic() + options.budget_s
+            self._end = self._whole_end - share_s - races_share_s(options.budget_s)
             self._grace_s = min(BUDGET_GRACE_S, PRODUCTS_GRACE * share_s)
         self._under_way: dict[int, Subject] = {}  # by their job's seed
         self._finals: Finals | None = None
+        self._imports = ImportCheck(())
         self._retimings_s = RETIMINGS_MOST_S  # what is left of them
-        self._began = _now("milliseconds")
-        self._membership = Membership(store, device)
-        self._executor = Executor(device_name, options.workers, options.compile_timeout_s, options.run_timeout_s)
+        self._began = now("milliseconds")
+        self._membership = Membership(store, self.device)
+        workers = options.workers or default_workers(self.device.kind, len(names))
+        self._fleet = Fleet([
+            Executor(name, workers, options.compile_timeout_s, options.run_timeout_s) for name in names
+        ])
+        self._homes = Homes(self._fleet)
         self.measured, self.raced, self.contended = 0, 0, 0
         self.chains_timed, self.chains_reused, self.chains_failed = 0, 0, 0
         self.measured_of: dict[ProblemSearch, int] = {}
-        self.provenance = {
-            "tool": f"dmuon-tune {__version__}",
-            "torch": torch.__version__,
-            "driver": driver_version() if device.kind == "cuda" else "",
-            "device": device.name,
-            "seed": options.seed,
-            "validation": VALIDATION,
-        }
+        self.provenance = of_run(self.device, options.seed)
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *exc: object) -> None:
         try:
-            self._executor.close()
+            self._fleet.close()
         finally:
             self._membership.close()
         self._progress.finished()
@@ -99,8 +95,14 @@ class Run:
         return math.inf if self._end is None else max(0.0, self._end - time.monotonic())
 
     @property
-    def _limit_s(self) -> float | None:
-        return None if self._end is None else self.left_s
+    def _whole_left_s(self) -> float | None:
+        """What is left of the whole budget."""
+        return None if self._whole_end is None else max(0.0, self._whole_end - time.monotonic())
+
+    @property
+    def broken(self) -> dict[str, str]:
+        """Backend → why its DSL, though installed, does not import: nothing of it was measured."""
+        return self._imports.failures
 
     def _extend(self, share_s: Callable[[float], float]) -> None:
         """The next part's share of the budget begins."""
@@ -109,7 +111,7 @@ class Run:
 
     def warm(self, searches: list[ProblemSearch]) -> None:
         """Let the measuring processes start."""
-        self._executor.warm(sum(search.planned for search in searches))
+        self._fleet.warm(sum(search.planned for search in searches))
 
     def measure(self, searches: list[ProblemSearch]) -> bool:
         """Whether everything planned was measured, by this run or others that share the cache, before the end of the
@@ -117,19 +119,36 @@ class Run:
         planned = {search: search.planned for search in searches if search.planned}
         if not planned:
             return True
-        self._progress.started(sum(planned.values()), self._options.budget_s)
+        self._progress.started(sum(planned.values()), self._options.budget_s, len(planned))
         share = Share(self._membership, {search: [each.key.sha256 for each in search.kernels] for search in planned})
         is_done = True
-        while is_done and share.open and not self._is_over():
-            mine = share.take()
-            self._refresh(mine)
-            if mine:
-                is_done = self._feed(Schedule(mine), share)
-                share.finish([search for search in mine if search not in share.open])
-            else:
-                self._wait_for_others(share)
+        with ImportCheck(unmeasured_backends(planned)) as self._imports:
+            if self.device.kind == "cuda":  # a CPU's timings they would disturb
+                self._imports.begin()
+            while is_done and share.open and not self._is_over():
+                mine = share.take()
+                self._refresh(mine)
+                if mine:
+                    is_done = self._feed(Schedule(mine, self._is_ready), share, list(planned))
+                    share.finish([search for search in mine if search not in share.open])
+                else:
+                    self._wait_for_others(share)
         self._refresh(share.open)
         return is_done and not share.open
+
+    def _is_ready(self, kernel: KernelSearch) -> bool:
+        """Whether a kernel may be measured: its DSL imports, and on a CPU no other is about to find out."""
+        name = kernel.spec.backend
+        is_quiet = self.device.kind == "cuda" or name == "library" or self._imports.is_over
+        return is_quiet and self._imports.imports(name)
+
+    def _leave_out_broken(self, schedule: Schedule, searches: Sequence[ProblemSearch]) -> None:
+        for name in self._imports.poll():
+            schedule.leave_out(name)
+            for search in searches:
+                planned = search.planned
+                search.leave_out(name)
+                self._progress.settled(planned - search.planned)
 
     def _refresh(self, searches: Sequence[ProblemSearch]) -> None:
         """Take the results that other runs have kept since these searches were made, or last held."""
@@ -153,7 +172,7 @@ class Run:
         ]
         if not wanted or self._is_over():
             return
-        self._progress.races_started(len(wanted), self._limit_s)
+        self._progress.races_started(len(wanted), self._whole_left_s)
         limits = self.device.limits()
         share = Share(self._membership, {each: [digest("race", each.problem.to_dict(), limits)] for each in wanted})
         while share.open and not self._is_over():
@@ -170,16 +189,16 @@ class Run:
 
     def _race(self, finals: Finals) -> None:
         self._finals, begin = finals, time.monotonic()
-        prepare_s = self.left_s / math.ceil(max(1, finals.races) / self._executor.capacity)
+        prepare_s = self.left_s / math.ceil(max(1, finals.races) / self._fleet.capacity)
         while True:
-            while self._executor.has_room and not self._is_over():
+            while not self._is_over() and (room := self._fleet.with_room()):
                 retiming = finals.next_retiming() if time.monotonic() < begin + self._retimings_s else None
                 race = None if retiming else finals.next_race()
                 if retiming:
-                    self._submit(retiming, self._job(retiming.candidate))
+                    self._submit(room[0], retiming, self._job(retiming.candidate, room[0].device))
                 elif race:
-                    seed = self._rng.getrandbits(48)
-                    self._submit(race, race_job(race, self._device_name, seed, min(PREPARE_S, prepare_s)))
+                    job = race_job(race, room[0].device, self._rng.getrandbits(48), min(PREPARE_S, prepare_s))
+                    self._submit(room[0], race, job)
                 else:
                     break
             if not self._under_way:
@@ -187,7 +206,7 @@ class Run:
             ended = self._next_outcome()
             if ended is not None:
                 self._settle(*ended)
-            elif self._is_over(self._grace_s):
+            elif self._is_over(self._grace()):
                 break
         self._retimings_s -= time.monotonic() - begin
 
@@ -200,7 +219,7 @@ class Run:
             self._reuse_chains(search)
         units = {search: [_unit(search.candidate, self.device)] for search in searches if search.candidate is not None}
         if units:
-            self._progress.chains_started(len(searches), self._limit_s)
+            self._progress.chains_started(len(searches), self._whole_left_s)
         share = Share(self._membership, units)
         while True:
             mine = share.take() if share.open and not self._is_over() else []
@@ -218,16 +237,18 @@ class Run:
         """Time these groups' chains until they are all timed, given to others or the budget is over."""
         waiting = list(mine)
         while True:
-            waiting.sort(key=lambda search: search.is_pricing)
+            waiting.sort(key=lambda search: search.urgency)
             busy = [each for each in self._under_way.values() if isinstance(each, ChainSearch)]
             for search in share.surplus([*waiting, *busy], busy):
                 waiting.remove(search)
                 share.give_back([search])
-            while waiting and self._executor.has_room and not self._is_over():
-                search = waiting.pop(0)
+            while not self._is_over() and (turn := self._homes.next_chain(waiting)):
+                executor, search = turn
+                waiting.remove(search)
                 self._reuse_chains(search)  # another process may have timed it meanwhile
                 if search.candidate is not None:
-                    self._submit(search, ChainJob(search.candidate, self._device_name, self._rng.getrandbits(48)))
+                    job = ChainJob(search.candidate, executor.device, self._rng.getrandbits(48))
+                    self._submit(executor, search, job)
             if not self._under_way:
                 return
             ended = self._next_outcome()
@@ -235,7 +256,7 @@ class Run:
                 self._settle(*ended)
                 if isinstance(ended[0], ChainSearch):
                     waiting.append(ended[0])
-            elif self._is_over(self._grace_s):
+            elif self._is_over(self._grace()):
                 return
 
     def _reuse_chains(self, search: ChainSearch) -> None:
@@ -248,12 +269,12 @@ class Run:
             search.observe(trial.measurement)
             self.chains_reused += 1
 
-    def _keep_chain(self, search: ChainSearch, measurement: Measurement) -> None:
+    def _keep_chain(self, search: ChainSearch, measurement: Measurement, provenance: dict[str, Any]) -> None:
         recipe = search.candidate
         assert recipe is not None
-        provenance, key = self._provenance_of(measurement), chain_key(recipe, self.device)
+        key = chain_key(recipe, self.device)
         if measurement.ok:
-            provenance["validation"] = CHAIN_VALIDATION
+            provenance = {**provenance, "validation": CHAIN_VALIDATION}
         self._store.record_chain(key, measurement, provenance)
         kept = self._store.chain_trial(key)  # may be an earlier, better result
         search.observe(kept.measurement if kept else measurement)
@@ -263,66 +284,84 @@ class Run:
         self._progress.timed(recipe, measurement, search.best_us)
         self._reuse_chains(search)
 
-    def _feed(self, schedule: Schedule, share: Share[ProblemSearch]) -> bool:
+    def _feed(self, schedule: Schedule, share: Share[ProblemSearch], searches: Sequence[ProblemSearch]) -> bool:
         """Measure what the schedule has, less what is given to others; whether all that was done before the end."""
         while True:
+            self._leave_out_broken(schedule, searches)
             busy = [each.search for each in self._under_way.values() if isinstance(each, Candidate)]
             for search in share.surplus(list(dict.fromkeys([*schedule.left, *busy])), busy):
                 schedule.drop(search)
                 share.give_back([search])
-            while self._executor.has_room and not self._is_over():
-                candidate = schedule.next()
-                if candidate is None:
-                    break
+            while not self._is_over() and (found := self._homes.next_candidate(schedule, busy)):
+                executor, candidate = found
+                busy.append(candidate.search)
                 key = candidate.kernel.key
                 self._progress.trying(key.problem, key.kernel, config_to_dict(candidate.config))
-                self._submit(candidate, self._job(candidate))
+                self._submit(executor, candidate, self._job(candidate, executor.device))
             if not self._under_way:
-                return schedule.next() is None
+                if self._is_over() or schedule.is_done():
+                    return schedule.is_done()
+                self._imports.begin()  # all that is left waits for them
+                time.sleep(POLL_S)
+                continue
             ended = self._next_outcome()
             if ended is not None:
                 self._settle(*ended)
-            elif self._is_over(self._grace_s):
+            elif self._is_over(self._grace()):
                 return False
 
-    def _submit(self, subject: Subject, job: AnyJob) -> None:
+    def _submit(self, executor: Executor, subject: Subject, job: AnyJob) -> None:
         self._under_way[job.seed] = subject
-        self._executor.submit(job)
+        executor.submit(job)
 
-    def _next_outcome(self) -> tuple[Subject, Outcome] | None:
-        """What ended next, and how; None where nothing did before the end of the time."""
-        ended = self._executor.wait(self._patience_s())
-        return None if ended is None else (self._under_way.pop(ended[0].seed), ended[1])
+    def _next_outcome(self) -> tuple[Subject, Outcome, dict[str, Any]] | None:
+        """What ended next, how, and its provenance; None where nothing did before the end of the time."""
+        ended = self._fleet.wait(self._patience_s())
+        if ended is None:
+            return None
+        job, outcome = ended
+        provenance = {**self.provenance, "date": now(), "on": job.device}
+        if isinstance(outcome, Measurement) and not outcome.ok:
+            del provenance["validation"]
+        return self._under_way.pop(job.seed), outcome, provenance
 
-    def _settle(self, subject: Subject, outcome: Outcome) -> None:
+    def _settle(self, subject: Subject, outcome: Outcome, provenance: dict[str, Any]) -> None:
         """Keep an outcome, also one of an earlier part of the run that was under way when that ended."""
         if isinstance(subject, Race):
-            self._keep_race(subject, outcome)
+            self._keep_race(subject, outcome, provenance)
             return
         assert isinstance(outcome, Measurement)
         if isinstance(subject, ChainSearch):
-            self._keep_chain(subject, outcome)
+            self._keep_chain(subject, outcome, provenance)
         elif isinstance(subject, Retiming):
-            self._keep_retiming(subject.candidate, outcome)
+            self._keep_retiming(subject.candidate, outcome, provenance)
         else:
-            self._keep(subject, outcome)
+            self._keep(subject, outcome, provenance)
 
     def _is_over(self, grace_s: float = 0.0) -> bool:
         return self._end is not None and time.monotonic() >= self._end + grace_s
 
+    def _grace(self) -> float:
+        """How long what is under way at the end of the budget's part may still take; of a run's first results as long
+        as the whole budget lasts."""
+        rest_s = self._whole_end - self._end if self._whole_end is not None and self._end is not None else 0.0
+        return self._grace_s if self.measured else max(self._grace_s, rest_s)
+
     def _patience_s(self) -> float | None:
-        """How long to wait for an outcome: not past the budget's end, nor for long where other runs may want work."""
+        """How long to wait for an outcome: not past the budget's end, nor for long where other runs may want work or
+        DSLs are being imported."""
         often_s = None if self._membership.is_alone else LOOK_EVERY_S
-        left_s = None if self._end is None else max(0.0, self._end + self._grace_s - time.monotonic())
-        return min((each for each in (often_s, left_s) if each is not None), default=None)
+        import_s = None if self._imports.is_over else POLL_S
+        left_s = None if self._end is None else max(0.0, self._end + self._grace() - time.monotonic())
+        return min((each for each in (often_s, import_s, left_s) if each is not None), default=None)
 
-    def _job(self, candidate: Candidate) -> Job:
+    def _job(self, candidate: Candidate, device: str) -> Job:
         key, config = candidate.kernel.key, config_to_dict(candidate.config)
-        return Job(key.kernel, key.problem, config, self._device_name, self._rng.getrandbits(48))
+        return Job(key.kernel, key.problem, config, device, self._rng.getrandbits(48))
 
-    def _keep(self, candidate: Candidate, measurement: Measurement) -> None:
+    def _keep(self, candidate: Candidate, measurement: Measurement, provenance: dict[str, Any]) -> None:
         key, config = candidate.kernel.key, config_to_dict(candidate.config)
-        self._store.record(key, config, measurement, self._provenance_of(measurement))
+        self._store.record(key, config, measurement, provenance)
         search = candidate.search
         planned = search.planned
         search.observe(candidate, measurement)
@@ -333,39 +372,20 @@ class Run:
             self._progress.settled(planned - 1 - search.planned)
         self._progress.measured(key.problem, key.kernel, config, measurement, search.best_us)
 
-    def _keep_retiming(self, candidate: Candidate, measurement: Measurement) -> None:
+    def _keep_retiming(self, candidate: Candidate, measurement: Measurement, provenance: dict[str, Any]) -> None:
         key, config = candidate.kernel.key, config_to_dict(candidate.config)
-        self._store.record(key, config, measurement, self._provenance_of(measurement))
+        self._store.record(key, config, measurement, provenance)
         candidate.search.refresh(self._store)
 
-    def _keep_race(self, race: Race, outcome: Outcome) -> None:
+    def _keep_race(self, race: Race, outcome: Outcome, provenance: dict[str, Any]) -> None:
         assert self._finals is not None
-        self.raced += self._finals.keep(race, outcome, self._provenance_of(outcome))
+        self.raced += self._finals.keep(race, outcome, provenance)
         winner = race.search.winner(self.provenance)
         if winner is not None:
             self._progress.raced(race.search.problem, winner.key.kernel, winner.measurement)
-
-    def _provenance_of(self, outcome: Outcome) -> dict[str, Any]:
-        provenance = {**self.provenance, "date": _now()}
-        if isinstance(outcome, Measurement) and not outcome.ok:
-            del provenance["validation"]
-        return provenance
 
 
 def _unit(recipe: Recipe, device: DeviceFingerprint) -> str:
     """What names the chains of a recipe's group, whatever their kernels are."""
     key = chain_key(recipe, device)
     return digest(key.identity()["group"], recipe.dtype, key.code_digest, device.limits())
-
-
-def driver_version() -> str:
-    """The NVIDIA kernel driver's version, empty where Linux does not show it."""
-    try:
-        found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        return ""
-    return found.group(1) if found else ""
-
-
-def _now(timespec: str = "seconds") -> str:
-    return datetime.now(UTC).isoformat(timespec=timespec)

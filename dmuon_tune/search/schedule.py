@@ -7,7 +7,7 @@ import json
 import math
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -211,6 +211,16 @@ class ProblemSearch:
                 return Candidate(self, each, config)
         return None
 
+    def leave_out(self, backend: str) -> None:
+        """Forget the kernels of a DSL and what is known of them."""
+        gone = [each for each in self.kernels if each.spec.backend == backend]
+        self.kernels = [each for each in self.kernels if each not in gone]
+        self._next_kernel = 0
+        self.reused -= sum(len(each.outcomes) for each in gone)
+        reserved = sum(each.needs_seed and not each.proposer.reserve(each.untuned) for each in gone)
+        self._proposed -= reserved + sum(len(each.outcomes) for each in gone)
+        self.best_us = min(self._medians(), default=None)
+
     def _is_behind(self, kernel: KernelSearch) -> bool:
         """Whether a kernel's first FAIR_TRIALS configurations are all far slower than the problem's best, or failed."""
         best_us = min((m.median_us for _, m, _ in kernel.outcomes if m.median_us is not None), default=math.inf)
@@ -243,63 +253,100 @@ class ProblemSearch:
 
     def rivals(self, provenance: dict[str, Any], close: float) -> tuple[CacheEntry, ...]:
         """The fastest ok entries beside the winner, whose medians are within ``close`` times the fastest."""
+        limit_us = close * (self.best_us or 0.0)
+        others = [contender.entry for contender in self._losers(provenance) if contender.median_us <= limit_us]
+        return tuple(others[:MOST_RIVALS])
+
+    def own_rival(self, provenance: dict[str, Any], close: float) -> CacheEntry | None:
+        """Where the library wins: the fastest of this project's kernels, if within ``close`` times the fastest."""
         best, limit_us = self.winner(provenance), close * (self.best_us or 0.0)
-        found = [contender.entry for contender in self.contenders(provenance)]
-        others = [entry for entry in found if best and (entry.key, entry.config) != (best.key, best.config)]
-        return tuple(sorted((entry for entry in others if _median_us(entry) <= limit_us), key=_median_us)[:MOST_RIVALS])
+        if best is None or best.key.kernel != library_kernel(self.problem.op):
+            return None
+        own = (each for each in self._losers(provenance) if not each.is_library and not each.is_peer)
+        return next((each.entry for each in own if each.median_us <= limit_us), None)
+
+    def _losers(self, provenance: dict[str, Any]) -> list[Contender]:
+        """The ok outcomes beside the winner, the fastest first."""
+        best = self.winner(provenance)
+        others = [
+            each for each in self.contenders(provenance)
+            if best and (each.entry.key, each.entry.config) != (best.key, best.config)
+        ]
+        return sorted(others, key=lambda each: each.median_us)
 
     def library(self, provenance: dict[str, Any]) -> CacheEntry | None:
         """The library's fastest entry."""
         return winner(contender for contender in self.contenders(provenance) if contender.is_library)
 
 
-def _median_us(entry: CacheEntry) -> float:
-    return entry.measurement.median_us or math.inf
+def _anything(work: object) -> bool:
+    return True
 
 
 class Schedule:
     """The order of all problems' candidates: the library's for every problem, then another kernel's untuned
     configuration for every problem in each round, then one candidate at a time of the problem where it is worth most:
     each gets trials in proportion to the time that the model spends in it. Of chains' ends one candidate comes after
-    every ENDS_AFTER of others, all of them where nothing else is left."""
+    every ENDS_AFTER of others, all of them where nothing else is left.
 
-    def __init__(self, searches: Sequence[ProblemSearch]) -> None:
+    A kernel that is not ready, by ``is_ready``, waits, and with it all but the untuned configurations of its problem's
+    other kernels.
+    """
+
+    def __init__(
+        self, searches: Sequence[ProblemSearch], is_ready: Callable[[KernelSearch], bool] = _anything
+    ) -> None:
         rounds = itertools.zip_longest(*(search.seeds() for search in searches))
         self._seeds = deque(candidate for each in rounds for candidate in each if candidate is not None)
         self._open = deque(search for search in searches if not search.is_end)
         self._ends = deque(search for search in searches if search.is_end)
         self._since_end = 0
+        self._is_ready = is_ready
 
     @property
     def left(self) -> list[ProblemSearch]:
         """The searches that may have more to measure."""
         return [*self._open, *self._ends]
 
+    def is_done(self) -> bool:
+        """Whether everything is measured or under way; what is found then is not proposed again."""
+        return self.next() is None and not self._seeds and not self.left
+
     def drop(self, search: ProblemSearch) -> None:
         """Propose nothing more of a search."""
         self._seeds = deque(candidate for candidate in self._seeds if candidate.search is not search)
         (self._ends if search.is_end else self._open).remove(search)
 
-    def next(self) -> Candidate | None:
-        """None where everything is measured or under way."""
+    def leave_out(self, backend: str) -> None:
+        """Propose none of a DSL's untuned configurations; its searches leave out the rest."""
+        self._seeds = deque(candidate for candidate in self._seeds if candidate.kernel.spec.backend != backend)
+
+    def next(self, fits: Callable[[ProblemSearch], bool] = _anything) -> Candidate | None:
+        """The next candidate of a search that ``fits``; None where all of theirs are measured, under way or wait."""
         if self._since_end < ENDS_AFTER:
-            self._since_end += 1
-            return self._product() or self._of(self._ends)
-        self._since_end = 0
-        return self._of(self._ends) or self._product()
+            candidate = self._product(fits) or self._of(self._ends, fits)
+        else:
+            candidate = self._of(self._ends, fits) or self._product(fits)
+        if candidate is not None:
+            self._since_end = self._since_end + 1 if self._since_end < ENDS_AFTER else 0
+        return candidate
 
-    def _product(self) -> Candidate | None:
-        return self._seeds.popleft() if self._seeds else self._of(self._open)
-
-    def _of(self, searches: deque[ProblemSearch]) -> Candidate | None:
-        """The most urgent search's candidate; searches that have none are over."""
-        while searches:
-            search = max(searches, key=lambda each: each.urgency)
-            searches.remove(search)  # of equals it is then the last
-            candidate = search.propose()
-            if candidate is not None:
-                searches.append(search)
+    def _product(self, fits: Callable[[ProblemSearch], bool]) -> Candidate | None:
+        for candidate in self._seeds:
+            if fits(candidate.search) and self._is_ready(candidate.kernel):
+                self._seeds.remove(candidate)
                 return candidate
+        return self._of(self._open, fits)
+
+    def _of(self, searches: deque[ProblemSearch], fits: Callable[[ProblemSearch], bool]) -> Candidate | None:
+        """The most urgent search's candidate; searches that have none are over."""
+        for search in sorted(filter(fits, searches), key=lambda each: each.urgency, reverse=True):
+            if all(map(self._is_ready, search.kernels)):
+                searches.remove(search)  # of equals it is then the last
+                candidate = search.propose()
+                if candidate is not None:
+                    searches.append(search)
+                    return candidate
         return None
 
 

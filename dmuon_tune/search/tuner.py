@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dmuon_tune.backends import backends
-from dmuon_tune.backends.imports import import_failures
-from dmuon_tune.backends.probe import fingerprint, resolve
 from dmuon_tune.cache import Store
 from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import Group, default_dtype
@@ -15,9 +13,9 @@ from dmuon_tune.spec import KernelSpec
 from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .plan import searches_of
 from .progress import Progress, Silent
-from .recipes import ChainSearch, Tuned, close, estimates, keep_recipe
+from .recipes import CLOSE_OWN, ChainSearch, Tuned, close, estimates, keep_recipe
 from .run import Run
-from .schedule import ProblemSearch, unmeasured_backends, usable_kernels
+from .schedule import ProblemSearch, usable_kernels
 from .workload import served_forms
 
 
@@ -30,23 +28,20 @@ def tune(
     UsageError for a device or backend that is not here, NoLegalConfigError where nothing can run a product, CacheError
     where a result cannot be kept; KeyboardInterrupt passes through once the measuring processes are stopped.
     """
-    device_name = resolve(options.device)
-    device = fingerprint(device_name)
-    dtype = options.dtype or default_dtype(device.kind)
     unknown = set(options.backends or ()) - set(backends())
     if unknown:
         raise UsageError(f"unknown backend {sorted(unknown)[0]!r}; choose from {', '.join(sorted(backends()))}")
-    run = Run(store, options, device_name, device, progress or Silent())
+    run = Run(store, options, progress or Silent())
+    device = run.device
+    dtype = options.dtype or default_dtype(device.kind)
     specs, unavailable = usable_kernels(device, options.backends)
     with run:
         searches = searches_of(groups, dtype, specs, device, store, options)
         run.warm(searches)
-        broken = import_failures(unmeasured_backends(searches), run.left_s)
-        if broken:
-            unavailable |= broken
-            specs = [spec for spec in specs if spec.backend not in broken]
-            searches = searches_of(groups, dtype, specs, device, store, options)
         complete = run.measure(searches)
+        unavailable |= run.broken
+        specs = [spec for spec in specs if spec.backend not in run.broken]
+        searches = [search for search in searches if search.kernels]
         run.race(searches)
         chain_searches = _chain_searches(groups, dtype, searches, specs, run)
         unfinished = run.time_chains(chain_searches)
@@ -74,6 +69,7 @@ def _report(search: ProblemSearch, run: Run) -> ProblemReport:
         run.measured_of.get(search, 0),
         search.reused,
         search.statuses(),
+        search.is_end,
     )
 
 
@@ -86,8 +82,11 @@ def _chain_searches(
         best = search.winner(run.provenance)
         if best is not None:
             # Of ends the winners alone: they change nothing else in a chain.
-            rivals = () if search.is_end else search.rivals(run.provenance, close(search.problem, run.device))
-            tuned[search.problem] = Tuned(best, rivals)
+            if search.is_end:
+                tuned[search.problem] = Tuned(best)
+                continue
+            rivals = search.rivals(run.provenance, close(search.problem, run.device))
+            tuned[search.problem] = Tuned(best, rivals, search.own_rival(run.provenance, CLOSE_OWN))
     found = []
     for group in dict.fromkeys(groups):
         estimated = estimates(group, served_forms(group, dtype, specs, run.device), dtype, tuned)

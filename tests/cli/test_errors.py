@@ -47,6 +47,13 @@ def spawn(*command: str) -> subprocess.CompletedProcess[str]:
         (("tune", "--preset", "tiny", "--dtype", "int8"), 2, "unsupported dtype 'int8'"),
         (("tune", "--preset", "tiny", "--budget", "soon"), 2, "duration 'soon' is not understood"),
         (("tune", "--preset", "tiny", "--budget", "0s"), 2, "out of range"),
+        (("tune", "--preset", "tiny", "--budget", "-5s"), 2, "duration '-5s' is out of range: more than 0"),
+        (("tune", "--preset", "tiny", "--budget", "-1h30m"), 2, "duration '-1h30m' is out of range"),
+        (("tune", "--preset", "tiny", "--device", "cpu", "--devices", "cpu"), 2, "device and devices both say"),
+        (("tune", "--preset", "tiny", "--devices", "cpu,tpu", "--dry-run"), 2, "unknown device 'tpu'"),
+        (("replay",), 2, "holds no measured space"),
+        (("replay", "--cache", "nowhere.sqlite"), 4, "nowhere.sqlite"),
+        (("show", "--device", "cpu", "--cache", "nowhere.sqlite"), 4, "nowhere.sqlite"),
         (("tune", "--preset", "tiny", "--trials", "0"), 2, "'0' is not a positive integer"),
         (("tune", "--preset", "tiny", "--backends", "mojo"), 2, "unknown backend 'mojo'; choose among"),
         (("tune", "--preset", "tiny", "--device", "tpu", "--dry-run"), 2, "unknown device 'tpu'"),
@@ -140,6 +147,26 @@ def test_explain_obeys_the_policy_for_a_miss(
     assert ("DMUON_TUNE_ON_MISS: unknown policy 'zzz'" in result.err) == (code == 2)
     assert ("no tuned entry for 3 products; run: dmuon-tune tune --shapes 2x8x24" in result.err) == (code == 3)
     assert not own_cache.exists()
+
+
+INTERRUPTED = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from dmuon_tune.cli import main
+sys.exit(main(["--help"]))
+"""
+
+
+@pytest.mark.parametrize("importing", ["dmuon_tune.cli.program", "dmuon_tune.cli.parser", "argparse"])
+def test_an_interrupt_while_the_program_is_imported_is_one_line(importing: str) -> None:
+    done = spawn("-c", INTERRUPTED, importing)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "dmuon-tune: interrupted\n")
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

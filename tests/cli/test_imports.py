@@ -14,6 +14,7 @@ import pytest
 from dmuon_tune.backends import backends
 from dmuon_tune.backends.imports import import_failures
 from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.cache import Store
 
 from .conftest import Run
 
@@ -69,7 +70,9 @@ def test_doctor_says_so(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @needs_tilelang
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_stuck_import_ends_with_its_parent(number: signal.Signals, own_cache: Path, tmp_path: Path) -> None:
+def test_the_library_is_measured_before_a_stuck_import_which_ends_with_its_parent(
+    number: signal.Signals, own_cache: Path, tmp_path: Path
+) -> None:
     place = tmp_path / "importing"
     path = [str(broken(tmp_path, STUCK.format(place=str(place)))), str(ROOT), *sys.path]
     tuning = subprocess.Popen(
@@ -88,6 +91,10 @@ def test_a_stuck_import_ends_with_its_parent(number: signal.Signals, own_cache: 
     while Path(f"/proc/{importing}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not Path(f"/proc/{importing}").exists()
+    with Store.open(own_cache, read_only=True) as store:  # one configuration of each product
+        assert sorted(key.kernel for key, _ in store.all_trials()) == [
+            "apply.library", "gemm_symmetric.library", "gram.library"
+        ]
 
 
 @needs_tilelang

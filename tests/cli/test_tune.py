@@ -20,11 +20,14 @@ import pytest
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.cli import main
+from dmuon_tune.cli.tune import _conclude
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measure.chain import chain_key
 from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
+from dmuon_tune.search.options import ProblemReport, TuneReport
 
 from .conftest import Result, Run
 
@@ -167,6 +170,18 @@ def test_explain_names_the_field_in_which_an_entry_differs(
         "device": "other device: sm_count 999",
     }[what]
     assert any(row["verdict"].startswith(said) and row["layer"] == "path" for row in found.json["candidates"])
+
+
+@pytest.mark.parametrize(("is_end", "code"), [(False, 1), (True, 0)])
+def test_only_what_training_cannot_do_without_fails_a_run(
+    capsys: pytest.CaptureFixture[str], is_end: bool, code: int
+) -> None:
+    problem = Problem("apply", 1, 8, 24, 8, "float16", "bfloat16", epilogue="w")
+    failed = ProblemReport(problem, None, None, 2, 0, {"compile_error": 2}, is_end)
+    report = TuneReport(fingerprint("cpu"), [failed], [], 2, 0, {}, complete=True)
+    assert _conclude(report, "here") == code
+    said = capsys.readouterr().err
+    assert "no configuration works (compile_error 2)" in said and ("training does without" in said) == is_end
 
 
 def test_show_failures_gives_the_reason_and_the_log(run: Run, tuned: dict[str, Any], own_cache: Path) -> None:

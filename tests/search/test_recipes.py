@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from dmuon_tune import chains
 from dmuon_tune.backends.probe import fingerprint
-from dmuon_tune.cache import CacheEntry
+from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measure.chain import chain_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain, first_launch, written
-from dmuon_tune.search.recipes import ChainSearch, Tuned, chunks, close, estimates, is_current
+from dmuon_tune.search.recipes import (
+    FORMS,
+    OWN,
+    PRICES,
+    ChainSearch,
+    Tuned,
+    chunks,
+    close,
+    estimates,
+    is_current,
+    keep_recipe,
+)
 
 SQUARE = Group(1, 64, 64)
 BATCH = Group(6, 64, 64)
@@ -33,12 +49,15 @@ def entry(problem: Problem, kernel_name: str, median_us: float = 1.0) -> CacheEn
     return CacheEntry(tuning_key(spec, problem, CPU), dict(config), ok(median_us), "", {})
 
 
-def tuned(group: Group, *forms: str, ties: tuple[str, ...] = ()) -> dict[Problem, Tuned]:
+def tuned(
+    group: Group, *forms: str, ties: tuple[str, ...] = (), own: tuple[str, ...] = ()
+) -> dict[Problem, Tuned]:
     problems = [problem for form in forms for problem in chain(group, form, "float32")]
     return {
         problem: Tuned(
             entry(problem, f"{problem.op}.library"),
             (entry(problem, f"{problem.op}.tilelang"),) if problem.op in ties else (),
+            entry(problem, f"{problem.op}.tilelang") if problem.op in own else None,
         )
         for problem in problems
     }
@@ -109,6 +128,55 @@ def test_form_then_pieces_then_tied_kernels_then_smaller_batches() -> None:
     assert is_current(best, SPECS, SMALL_L2)
     stale = replace(best, picks=(replace(best.picks[0], key="older code"), *best.picks[1:]))
     assert not is_current(stale, SPECS, SMALL_L2) and not is_current(replace(best, p20_us=None), SPECS, SMALL_L2)
+
+
+@pytest.mark.parametrize(
+    ("faster", "order"),
+    [
+        ({"gram": 0.5, "gemm_symmetric": 0.9, "apply": 1.2}, ["gram gemm_symmetric apply"]),
+        ({"gram": 0.9, "gemm_symmetric": 2.0, "apply": 1.0},
+         ["gram gemm_symmetric apply", "gemm_symmetric", "gram", "gram apply"]),
+    ],
+)
+def test_own_kernels_that_the_library_beat_by_little_come_before_pieces(
+    faster: dict[str, float], order: list[str]
+) -> None:
+    def measure(recipe: Recipe) -> Measurement:
+        return ok(100.0 * math.prod(faster[op] for op, kernel in kernels_of(recipe).items() if kernel == "tilelang"))
+
+    every = ("gram", "gemm_symmetric", "apply")
+    search = search_of(BATCH, ("gram",), tuned(BATCH, "gram", ties=every, own=every))
+    asked = [recipe for recipe in walk(search, measure) if recipe.group == BATCH]
+    found = [" ".join(op for op in every if kernels_of(recipe)[op] == "tilelang") for recipe in asked]
+    tried = ["", *order]  # the products that the chain spends most in first
+    assert found[: len(tried)] == tried and [recipe.chunk for recipe in asked[len(tried) :]] == [3, 2]
+    best = min(map(lambda recipe: measure(recipe).median_us or 0.0, asked))
+    assert search.recipe().cost_us == best and search.stage == PRICES
+
+
+def test_the_groups_that_promise_most_go_first() -> None:
+    small, large = (search_of(Group(batch, 64, 64), ("gram",), tuned(Group(batch, 64, 64), "gram", own=("gram",)))
+                    for batch in (1, 2))
+    assert small.stage == large.stage == FORMS
+    large.observe(ok(50.0))
+    assert small.urgency < large.urgency and large.stage == OWN
+    small.observe(ok(10.0))
+    assert large.urgency < small.urgency, "the longer chain of two at one stage"
+
+
+def test_what_was_timed_and_is_faster_is_never_given_up(tmp_path: Path) -> None:
+    known = tuned(SQUARE, "gram", own=("gram",))
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        def keep(first_us: float, own_us: float) -> Recipe:
+            search = search_of(SQUARE, ("gram",), known)
+            walk(search, lambda recipe: ok(own_us if kernels_of(recipe)["gram"] == "tilelang" else first_us))
+            return keep_recipe(search, SPECS, SMALL_L2, store)
+
+        fast = keep(98.0, 91.0)
+        assert kernels_of(fast)["gram"] == "tilelang"
+        store.record_chain(chain_key(fast, SMALL_L2), ok(91.0), {})
+        assert keep(96.0, 97.0) == fast == store.recipe(SMALL_L2, SQUARE, "float32")
+        assert keep(80.0, 97.0).cost_us == 80.0
 
 
 def test_every_product_of_every_piece_has_its_kernel_under_todays_key() -> None:

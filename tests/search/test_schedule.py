@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,9 +13,12 @@ from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.search.ends import EndSearch
+from dmuon_tune.search.neighbours import Neighbours
 from dmuon_tune.search.schedule import (
     FAIR_TRIALS,
     Candidate,
+    How,
+    KernelSearch,
     ProblemSearch,
     Schedule,
     kernel_searches,
@@ -23,6 +26,8 @@ from dmuon_tune.search.schedule import (
 )
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
+
+OK = Measurement.from_samples([1.0], 0.0, {})
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,53 @@ def test_every_problem_gets_a_result_before_any_gets_its_second() -> None:
     assert [m for m, _ in seen] == [8, 16, 24] * 4
     assert {variant for _, variant in seen[:3]} == {""}, "the library's comes first"
     assert len(set(seen[:9])) == 9, "every kernel's untuned configuration comes before any other"
+
+
+def test_a_kernel_that_is_not_ready_waits_and_its_problem_with_it() -> None:
+    problems, device = [Problem("gram", 1, m, m, 8, "float32", "float32") for m in (8, 16)], fingerprint("cpu")
+    other = KernelSpec("gram", "other", Config, lambda *_: None, lambda *_: None, ("dmuon_tune.space",))
+    with Store.open("sqlite://") as store:
+        how = How(Neighbours(store, device))
+        searches = []
+        for problem, specs in zip(problems, ([spec(""), other], [spec("")]), strict=True):
+            key = tuning_key(spec(""), problem, device)
+            legal = other.legal_space(problem, device)
+            found = [
+                KernelSearch(each, replace(key, kernel=each.name), legal, device, store, how) for each in specs
+            ]
+            searches.append(ProblemSearch(problem, found, 6))
+        ready: set[str] = {"library"}
+        schedule, seen = Schedule(searches, lambda kernel: kernel.spec.backend in ready), []
+
+        def drain() -> None:
+            while (candidate := schedule.next()) is not None:
+                candidate.search.observe(candidate, Measurement.from_samples([1.0], 0.0, {}))
+                seen.append((candidate.search.problem.m, candidate.kernel.spec.backend))
+
+        drain()
+        assert seen[:2] == [(8, "library"), (16, "library")] and set(seen[2:]) == {(16, "library")} and len(seen) == 7
+        assert not schedule.is_done() and schedule.left == searches[:1]
+        ready.add("other")
+        drain()
+        assert seen[7] == (8, "other") and [m for m, _ in seen[7:]] == [8] * 5 and schedule.is_done()
+
+
+def test_what_does_not_import_is_left_out_and_its_trials_go_to_the_others() -> None:
+    problem, device = Problem("gram", 1, 8, 8, 8, "float32", "float32"), fingerprint("cpu")
+    with Store.open("sqlite://") as store:
+        search = problem_search(problem, [spec(""), spec("a"), spec("b")], device, store, 6, 0)
+        search.kernels[1].spec = replace(search.kernels[1].spec, backend="broken")
+        schedule, outcome = Schedule([search], lambda kernel: kernel.spec.backend != "broken"), OK
+        first = schedule.next()
+        assert first is not None
+        search.observe(first, outcome)
+        schedule.leave_out("broken")
+        search.leave_out("broken")
+        names = []
+        while (candidate := schedule.next()) is not None:
+            search.observe(candidate, outcome)
+            names.append(candidate.kernel.spec.variant)
+        assert len(names) == 5 and set(names) == {"", "b"} and schedule.is_done() and search.planned == 0
 
 
 def end_search(store: Store, specs: list[KernelSpec], like: ProblemSearch | None, trials: int = 24) -> EndSearch:

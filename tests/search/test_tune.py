@@ -50,7 +50,7 @@ class Recorder:
         self.is_finished = False
         self._interrupt_after = interrupt_after
 
-    def started(self, total: int, budget_s: float | None) -> None:
+    def started(self, total: int, budget_s: float | None, races: int) -> None:
         self.total = total
 
     def settled(self, count: int) -> None:
@@ -431,8 +431,8 @@ def test_what_another_process_has_measured_meanwhile_is_reused(tmp_path: Path) -
     class Rival(Recorder):
         """After this run has planned, and before its first claim, another run over the same cache does everything."""
 
-        def started(self, total: int, budget_s: float | None) -> None:
-            super().started(total, budget_s)
+        def started(self, total: int, budget_s: float | None, races: int) -> None:
+            super().started(total, budget_s, races)
             with Store.open(path) as other:
                 self.rival = tune(GROUPS, other, ONLY_LIBRARY)
 
