@@ -278,7 +278,7 @@ class Muon(Optimizer):
                 if p.grad is not None and p.grad.numel():
                     gradients[p.device].append(p.grad)
         # The largest entry: unlike the sum of squares it overflows only where an entry has.
-        largest = [torch.stack([norm.float() for norm in torch._foreach_norm(some, float("inf"))])
+        largest = [torch.stack([norm.double() for norm in torch._foreach_norm(some, float("inf"))])
                    for some in gradients.values()]
         return all(bool(norms.isfinite().all()) for norms in largest)
 

@@ -121,7 +121,10 @@ def test_gradients_of_any_finite_size_are_no_reason_to_skip() -> None:
     weights = [nn.Parameter(gaussian(4, 6, seed=i)) for i in range(2)]
     optimizer = Muon(weights, skip_nonfinite=True)
     run(optimizer, weights, [[gaussian(4, 6) * 1e38 / gaussian(4, 6).abs().max(), torch.zeros(4, 6)]])
-    assert optimizer.skipped_steps == 0
+    huge = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    optimizer.add_param_group({"params": [huge]})
+    run(optimizer, [*weights, huge], [[gaussian(4, 6), gaussian(4, 6), gaussian(4, 6, dtype=torch.float64) * 1e300]])
+    assert optimizer.skipped_steps == 0 and bool(huge.any())
 
 
 def test_without_it_nan_spreads_over_its_own_matrix_alone() -> None:
