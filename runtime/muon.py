@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import AdamW, Optimizer
 from torch.profiler import record_function
 
@@ -164,6 +165,7 @@ class Muon(Optimizer):
         self._planned = True
         return tuple(plans)
 
+    @_disable_dynamo  # a compiled training step calls it as it is; torch.compiler.disable would import dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; ``closure`` re-evaluates the model and returns the loss, which is returned.

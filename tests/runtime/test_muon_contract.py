@@ -223,15 +223,19 @@ def test_a_deep_copy_goes_on_alone() -> None:
     assert equal(model, twin)
 
 
-def test_it_trains_a_compiled_model() -> None:
-    model, twin = network(), network()
+def test_it_trains_a_compiled_model_and_in_a_compiled_step() -> None:
+    model, within, twin = network(), network(), network()
     compiled: Any = torch.compile(model, backend="eager")
-    by_compiled, plain = Muon(compiled), Muon(twin)
+    by_compiled, inside, plain = Muon(compiled), Muon(within), Muon(twin)
     assert [len(group["params"]) for group in by_compiled.param_groups] == [3, 5]
-    train(compiled, by_compiled, range(3))
-    train(twin, plain, range(3))
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    step: Any = torch.compile(train, backend="eager")
+    for seed in range(2):
+        train(compiled, by_compiled, range(seed, seed + 1))
+        step(within, inside, range(seed, seed + 1))
+        train(twin, plain, range(seed, seed + 1))
+    for others in zip(model.parameters(), within.parameters(), twin.parameters(), strict=True):
+        for other in others[:2]:
+            torch.testing.assert_close(other, others[2])
 
 
 def test_a_parameter_that_never_had_a_gradient_gets_no_state() -> None:
