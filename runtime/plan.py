@@ -101,7 +101,7 @@ class Plan:
     """What every group of a model runs on one device; it never changes after :func:`plan` made it.
 
     ``missing`` are the problems without a tuned entry and ``command`` is what fills them (empty where none is);
-    ``failures`` says of each kernel that did not compile why, and the library runs in its place.
+    ``failures`` says of each kernel that did not compile or load why, and what runs in its place.
     """
 
     device: str

@@ -74,7 +74,8 @@ class TritonBackend:
     ) -> PortableCode:
         """Each kernel's cubin for aligned tensors and for others, with what the host code launches."""
         binaries = [
-            (_compile(kernel, device, kernel.aligned), _compile(kernel, device, ())) for kernel in program.kernels
+            (_compile(kernel, device, kernel.aligned), _compile(kernel, device, ()) if kernel.aligned else None)
+            for kernel in program.kernels
         ]
         return cuda_code(*triton_launch.record(program, binaries, arguments))
 

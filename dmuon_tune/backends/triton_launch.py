@@ -29,9 +29,10 @@ HARMLESS = (*ALLOCATING, "aten.slice.Tensor", "aten.detach.default")
 
 
 def record(
-    program: Any, binaries: Sequence[tuple[Any, Any]], arguments: Sequence[Argument]
+    program: Any, binaries: Sequence[tuple[Any, Any | None]], arguments: Sequence[Argument]
 ) -> tuple[CudaCall, list[bytes]]:
-    """A call of a program's host code as data, and the cubins: of each kernel the (aligned, unaligned) binary.
+    """A call of a program's host code as data, and the cubins: of each kernel the binary, and the one for
+    tensors that are not aligned where that is another.
 
     The host code runs twice on tensors without memory and other scalars: what differs between the two beside what came
     of an argument cannot be kept. Raises NotPortableError then.
@@ -39,19 +40,24 @@ def record(
     first, second = (_Recording(program, arguments, number) for number in range(2))
     if (first.launches, first.scratch) != (second.launches, second.scratch):
         raise NotPortableError("its host code computes with the scalars")
+    images = [binary.asm["cubin"] for pair in binaries for binary in pair if binary is not None]
     kernels: list[Kernel] = []
-    for place, (kernel, (fits, others)) in enumerate(zip(program.kernels, binaries, strict=True)):
-        names = list(kernel.types)
-        aligned = tuple(names.index(name) for name in kernel.aligned)
-        kernels.append(replace(_kernel(2 * place, fits), aligned=aligned, otherwise=2 * place + 1))
-        kernels.append(_kernel(2 * place + 1, others))
+    places: list[int] = []  # of each of the program's kernels among these
+    for kernel, (fits, others) in zip(program.kernels, binaries, strict=True):
+        places.append(len(kernels))
+        kernels.append(_kernel(len(kernels), fits))
+        if others is not None:
+            aligned = tuple(list(kernel.types).index(name) for name in kernel.aligned)
+            kernels[-1] = replace(kernels[-1], aligned=aligned, otherwise=len(kernels))
+            kernels.append(_kernel(len(kernels), others))
     launches = []
-    for place, grid, parameters in first.launches:
-        sizes = cubin_parameters(binaries[place][0].asm["cubin"])[kernels[2 * place].name]
+    for program_place, grid, parameters in first.launches:
+        place = places[program_place]
+        sizes = cubin_parameters(images[place])[kernels[place].name]
         own = (NO_BUFFER for _ in sizes[len(parameters) :])  # Triton's own buffers, of which these kernels have none
-        launches.append(Launch(2 * place, grid, (*parameters, *own)))
+        launches.append(Launch(place, grid, (*parameters, *own)))
     call = CudaCall(len(arguments), tuple(kernels), tuple(launches), tuple(first.scratch))
-    return call, [binary.asm["cubin"] for pair in binaries for binary in pair]
+    return call, images
 
 
 def _kernel(image: int, binary: Any) -> Kernel:

@@ -12,7 +12,7 @@ from dmuon_tune.errors import MissingEntryError, said
 from dmuon_tune.words import counted
 
 from . import options
-from .output import note, print_json, say, table
+from .output import note, print_json, say, table, warn
 
 if TYPE_CHECKING:
     from dmuon_tune.cache import ArtefactStore, Store
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     artefacts = ArtefactStore.beside(path)
     with Store.open(path, read_only=True) as store:
         orders = _orders(store, path, artefacts, args.arch, args.rebuild)
+    if not orders:
+        note("nothing to compile: the library or a kernel of another project won everything that is current")
     rows: list[dict[str, Any]] = []
     for order, (state, detail) in _results(orders, args.jobs):
         row = {
@@ -89,7 +91,12 @@ def _orders(
         held = ", ".join(sorted({device.arch for device in devices})) or "nothing"
         what = f"for {', '.join(wanted)}" if wanted else "to build"
         raise MissingEntryError(f"cache {store.where} has nothing {what}; it holds {held}; tune there first")
-    best = [found.entry for found in winners(("", entry) for entry in entries) if found.stale is None]
+    of_chosen = [("", entry) for entry in entries if entry.key.device in chosen]
+    standing = winners(of_chosen)
+    best = [found.entry for found in standing if found.stale is None]
+    if len(best) < len(standing):
+        stale = f"{len(standing) - len(best)} of {counted(len(standing), 'winner')}"
+        warn(f"{stale} left out, made by other code or tools than this machine's; 'dmuon-tune show' says which")
     orders = []
     environ = {"DMUON_TUNE_CACHE_PATH": path, "DMUON_TUNE_CACHE_DIR": str(artefacts.folder.parent)}
     with Layers.open(environ) as layers:
