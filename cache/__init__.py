@@ -6,14 +6,20 @@ if __name__ == "cache":
     raise ImportError("import dmuon_tune.cache, not cache")
 
 from .artefacts import Artefact, ArtefactError, ArtefactStore
+from .bundle import is_bundle, opened_bundle, take_artefacts, write_bundle
 from .chains import ChainKey, ChainTrial
+from .checked import Checked
 from .claims import Claims
+from .contents import Contents, Result, contents_of, keep, retain
 from .key import TuningKey
 from .layers import LayerDescription, Layers
+from .merging import Conflict, conflicts, differences, gains, merged
 from .paths import user_cache_path
 from .store import CacheEntry, Store, Trial
 
 __all__ = [
-    "Artefact", "ArtefactError", "ArtefactStore", "CacheEntry", "ChainKey", "ChainTrial", "Claims", "LayerDescription",
-    "Layers", "Store", "Trial", "TuningKey", "user_cache_path",
+    "Artefact", "ArtefactError", "ArtefactStore", "CacheEntry", "ChainKey", "ChainTrial", "Checked", "Claims",
+    "Conflict", "Contents", "LayerDescription", "Layers", "Result", "Store", "Trial", "TuningKey", "conflicts",
+    "contents_of", "differences", "gains", "is_bundle", "keep", "merged", "opened_bundle", "retain",
+    "take_artefacts", "user_cache_path", "write_bundle",
 ]

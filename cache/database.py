@@ -191,7 +191,7 @@ def use_wal(engine: Engine, where: str) -> None:
     while True:
         try:
             with translated_errors(where):
-                return _run_pragma(engine, "PRAGMA journal_mode=WAL")
+                return run_alone(engine, "PRAGMA journal_mode=WAL")
         except LockedCacheError:
             if time.monotonic() > deadline:
                 raise
@@ -222,16 +222,17 @@ def readable(engine: Engine, where: str) -> Engine:
 def rest(engine: Engine) -> None:
     """Fold the log back into the file when nobody else has it open, so that a reader needs no side files."""
     try:
-        _run_pragma(engine, "PRAGMA busy_timeout=0")
-        _run_pragma(engine, "PRAGMA journal_mode=DELETE")
+        run_alone(engine, "PRAGMA busy_timeout=0")
+        run_alone(engine, "PRAGMA journal_mode=DELETE")
     except (DBAPIError, sqlite3.Error):
         return  # others use it: the last one out does it
 
 
-def _run_pragma(engine: Engine, pragma: str) -> None:
+def run_alone(engine: Engine, statement: str) -> None:
+    """Run what no transaction may contain."""
     raw = engine.raw_connection()
     try:
-        raw.cursor().execute(pragma).close()
+        raw.cursor().execute(statement).close()
     finally:
         raw.close()
 

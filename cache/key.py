@@ -14,10 +14,12 @@ from dmuon_tune.problem import Problem
 
 @dataclass(frozen=True)
 class TuningKey:
-    """One problem, one kernel's code, one device model, one toolchain: a change in any of them is another key.
+    """One problem, one kernel's code, one device model, one toolchain, one way to check results: a change in any part
+    is another key.
 
     ``kernel`` is the spec's name (``op.backend``), ``spec_digest`` the SHA-256 of its code. The device counts by its
-    limits alone: the same silicon under another product name has the same key.
+    limits alone: the same silicon under another product name has the same key. ``validation`` says how strictly an ok
+    result was checked; empty in the key of a result from before it took part, which has the text that it had.
     """
 
     problem: Problem
@@ -25,6 +27,7 @@ class TuningKey:
     spec_digest: str
     device: DeviceFingerprint
     toolchain: Toolchain
+    validation: str = ""
 
     def canonical_json(self) -> str:
         """Equal keys give equal text, on every machine and in every process."""
@@ -43,6 +46,7 @@ class TuningKey:
             "spec_digest": self.spec_digest,
             "device": self.device.to_dict(),
             "toolchain": self.toolchain.to_dict(),
+            **({"validation": self.validation} if self.validation else {}),
         }
 
     @classmethod
@@ -53,4 +57,5 @@ class TuningKey:
             fields["spec_digest"],
             DeviceFingerprint.from_dict(fields["device"]),
             Toolchain.from_dict(fields["toolchain"]),
+            fields.get("validation", ""),
         )

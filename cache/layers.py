@@ -18,6 +18,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
 from .artefacts import Artefact, ArtefactError, ArtefactStore
+from .checked import Checked
 from .database import describe, locate
 from .paths import listed_caches, site_cache_paths, user_cache_path
 from .store import CacheEntry, Store
@@ -170,6 +171,16 @@ class Layers:
             for artefact in every:
                 found.setdefault((artefact.key.problem, artefact.key.device), []).append(artefact)
         return found
+
+    @cached_property
+    def checked(self) -> Checked:
+        """Which entries of elsewhere passed a check here."""
+        return Checked(self._environ)
+
+    def was_measured_here(self, key_sha256: str, config: Mapping[str, Any]) -> bool:
+        """Whether the user's cache holds an ok result of this configuration that did not come with a bundle."""
+        users = (layer for layer in self._layers if layer.label == USER_LABEL)
+        return any(layer.read(lambda store: store.was_measured_here(key_sha256, config), False) for layer in users)
 
     def descriptions(self) -> list[LayerDescription]:
         """Each layer's ``label``, ``path`` (a URL without its password), ``state`` (ok, absent, unreadable),

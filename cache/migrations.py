@@ -12,7 +12,7 @@ from dmuon_tune.errors import CacheError
 from .dialect import SCHEMA_LOCK, take_turn
 from .models import Base, MetaRow
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 VERSION_NAME = "schema_version"
 
 
@@ -49,9 +49,15 @@ def _add_claims(connection: Connection) -> None:
     claims.create(connection)
 
 
+def _add_validation(connection: Connection) -> None:
+    """3 → 4: how results are checked is a part of their key; of earlier ones it is unknown, which equals nothing."""
+    connection.execute(text("ALTER TABLE dmuon_keys ADD COLUMN validation VARCHAR DEFAULT '' NOT NULL"))
+
+
 MIGRATIONS: Mapping[int, Callable[[Connection], None]] = {  # version → what brings it to the next one
     1: _add_chains,
     2: _add_claims,
+    3: _add_validation,
 }
 
 

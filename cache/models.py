@@ -15,6 +15,13 @@ from dmuon_tune.recipe import Recipe
 
 from .key import TuningKey
 
+IMPORTED = "imported"  # in a result's provenance: the bundle that it came with; one measured here has none
+
+
+def canonical(value: Any) -> str:
+    """Equal values give equal JSON text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
 
 class CanonicalJson(TypeDecorator[Any]):
     """JSON as canonical text: equal values are equal text, so it may take part in a unique constraint."""
@@ -23,7 +30,7 @@ class CanonicalJson(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
-        return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
+        return None if value is None else canonical(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
         return None if value is None else json.loads(value)
@@ -113,6 +120,7 @@ class KeyRow(Base):
     kernel_id: Mapped[int] = mapped_column(ForeignKey(KernelRow.id))
     device_id: Mapped[int] = mapped_column(ForeignKey(DeviceRow.id), index=True)
     toolchain_id: Mapped[int] = mapped_column(ForeignKey(ToolchainRow.id))
+    validation: Mapped[str] = mapped_column(server_default="")
 
     problem: Mapped[ProblemRow] = relationship(lazy="joined", innerjoin=True)
     kernel: Mapped[KernelRow] = relationship(lazy="joined", innerjoin=True)
@@ -126,6 +134,7 @@ class KeyRow(Base):
             self.kernel.spec_digest,
             self.device.value(),
             self.toolchain.value(),
+            self.validation,
         )
 
 

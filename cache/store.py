@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging import getLogger
@@ -18,12 +18,13 @@ from sqlalchemy.orm import Session
 
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import CacheError, UsageError
-from dmuon_tune.measurement import Measurement, race_winner
+from dmuon_tune.measurement import Measurement, best_of
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
 from .chains import ChainKey, ChainRow, ChainTrial
 from .database import (
+    LockedCacheError,
     describe,
     folder_lock,
     locate,
@@ -31,6 +32,7 @@ from .database import (
     open_engine,
     readable,
     rest,
+    run_alone,
     set_aside,
     translated_errors,
     use_wal,
@@ -38,7 +40,7 @@ from .database import (
 from .dialect import upsert
 from .key import TuningKey
 from .migrations import CorruptCacheError, prepare
-from .models import DeviceRow, KernelRow, KeyRow, ProblemRow, RecipeRow, ToolchainRow, TrialRow, WinnerRow
+from .models import IMPORTED, DeviceRow, KernelRow, KeyRow, ProblemRow, RecipeRow, ToolchainRow, TrialRow, WinnerRow
 from .paths import CACHE_DIR_VARIABLE, user_cache_path
 
 logger = getLogger("dmuon_tune.cache")
@@ -143,13 +145,25 @@ class Store:
 
     def _check_pages(self) -> None:
         try:
-            with translated_errors(self.where), self._engine.connect() as connection:
-                verdict = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
-            if verdict != "ok":
-                raise CorruptCacheError(f"cache {self.where} is damaged; delete it and tune again")
+            self.check("quick_check")
         except CorruptCacheError:
             self.close()
             raise
+
+    def check(self, how: str = "integrity_check") -> None:
+        """CacheError where a file's pages, or (by ``quick_check`` not) its indices and rows, do not belong together."""
+        if self.is_server:
+            return
+        with translated_errors(self.where), self._engine.connect() as connection:
+            verdict = connection.exec_driver_sql(f"PRAGMA {how}(1)").scalar()
+        if verdict != "ok":
+            raise CorruptCacheError(f"cache {self.where} is damaged; delete it and tune again")
+
+    def compact(self) -> None:
+        """Give the space of deleted rows back, where others do not use the file."""
+        if not self.is_server:
+            with suppress(LockedCacheError), translated_errors(self.where):
+                run_alone(self._engine, "VACUUM")
 
     def close(self) -> None:
         self._engine.dispose()
@@ -167,14 +181,19 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        with translated_errors(self.where), Session(self._engine) as session:
-            try:
-                yield session
-            except (ValueError, TypeError, AttributeError, LookupError, UsageError) as error:
-                reason = (str(error) or repr(error)).splitlines()[0]
-                raise CorruptCacheError(
-                    f"cache {self.where} holds a damaged row ({reason}); delete it and tune again"
-                ) from error
+        with translated_errors(self.where), Session(self._engine) as session, self._damage_told():
+            yield session
+
+    @contextmanager
+    def _damage_told(self) -> Iterator[None]:
+        """For what turns rows into values."""
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, LookupError, UsageError) as error:
+            reason = (str(error) or repr(error)).splitlines()[0]
+            raise CorruptCacheError(
+                f"cache {self.where} holds a damaged row ({reason}); delete it and tune again"
+            ) from error
 
     @contextmanager
     def _writing(self) -> Iterator[Session]:
@@ -201,7 +220,7 @@ class Store:
         ``provenance["validation"]`` where there is one.
         """
         values = {
-            **_measurement_columns(measurement),
+            **measurement_columns(measurement),
             "validation": validation or str(provenance.get("validation", "")),
             "provenance": provenance,
             "created_at": _now(),
@@ -223,7 +242,7 @@ class Store:
         with self._writing() as session:
             for key, config, measurement in sorted(results, key=lambda result: result[0].sha256):
                 key_id = self._locked_key_id(session, key)
-                values = {**_measurement_columns(measurement), "provenance": provenance}
+                values = {**measurement_columns(measurement), "provenance": provenance}
                 values["validation"] = str(provenance.get("validation", "")) if measurement.ok else ""
                 insert = self._upsert(TrialRow).values(key_id=key_id, config=config, created_at=_now(), **values)
                 session.execute(insert.on_conflict_do_update(index_elements=["key_id", "config"], set_=values))
@@ -231,12 +250,13 @@ class Store:
 
     def _crown(self, session: Session, key_id: int) -> None:
         """Let the key's winner be what its last race decided for, else the fastest."""
-        rows = session.scalars(select(TrialRow).where(TrialRow.key_id == key_id, TrialRow.status == "ok")).all()
+        rows = session.scalars(
+            select(TrialRow).where(TrialRow.key_id == key_id, TrialRow.status == "ok").order_by(TrialRow.id)
+        ).all()
         if not rows:
             session.execute(delete(WinnerRow).where(WinnerRow.key_id == key_id))
             return
-        raced = race_winner([row.measurement() for row in rows])
-        best = min(rows, key=lambda row: (row.median_us or 0.0, row.id)) if raced is None else rows[raced]
+        best = rows[best_of([row.measurement() for row in rows])]
         values = {"trial_id": best.id, "median_us": best.median_us}
         insert = self._upsert(WinnerRow).values(key_id=key_id, **values)
         session.execute(insert.on_conflict_do_update(index_elements=["key_id"], set_=values))
@@ -256,6 +276,7 @@ class Store:
             "kernel_id": self._id_of(session, KernelRow, {"name": key.kernel, "spec_digest": key.spec_digest}),
             "device_id": self._id_of(session, DeviceRow, key.device.to_dict()),
             "toolchain_id": self._id_of(session, ToolchainRow, key.toolchain.to_dict()),
+            "validation": key.validation,
         }
         session.execute(self._upsert(KeyRow).values(sha256=key.sha256, **parts).on_conflict_do_nothing())
         return session.scalars(select(KeyRow.id).where(KeyRow.sha256 == key.sha256)).one()
@@ -284,6 +305,16 @@ class Store:
         with self._reading() as session:
             row = session.scalar(_winners().where(KeyRow.sha256 == key.sha256))
             return None if row is None else _entry(row)
+
+    def was_measured_here(self, key_sha256: str, config: Mapping[str, Any]) -> bool:
+        """Whether this cache holds an ok result of this configuration that did not come with a bundle."""
+        statement = select(TrialRow.provenance).join(KeyRow, TrialRow.key_id == KeyRow.id)
+        statement = statement.where(
+            KeyRow.sha256 == key_sha256, TrialRow.config == dict(config), TrialRow.status == "ok"
+        )
+        with self._reading() as session:
+            provenance = session.scalar(statement)
+            return provenance is not None and IMPORTED not in provenance
 
     def entries(self, problem: Problem | None = None, device: DeviceFingerprint | None = None) -> list[CacheEntry]:
         """The best ok entry of every key of a problem (all without one) on a device model, fastest first."""
@@ -328,7 +359,7 @@ class Store:
     def record_chain(self, key: ChainKey, measurement: Measurement, provenance: dict[str, Any]) -> None:
         """Keep one chain's result, in one transaction; of two results of one chain the better one stays, as in
         :meth:`record`."""
-        values = {**_measurement_columns(measurement), "provenance": provenance, "created_at": _now()}
+        values = {**measurement_columns(measurement), "provenance": provenance, "created_at": _now()}
         with self._writing() as session:
             insert = self._upsert(ChainRow).values(
                 sha256=key.sha256, device_id=self._id_of(session, DeviceRow, key.device.to_dict()),
@@ -379,20 +410,22 @@ def _device_ids(device: DeviceFingerprint) -> Select[int]:
 
 
 def _trial(row: TrialRow) -> Trial:
-    return Trial(row.key.sha256, _config(row), row.measurement(), row.created_at)
+    return Trial(row.key.sha256, config_of(row), row.measurement(), row.created_at)
 
 
 def _entry(row: TrialRow) -> CacheEntry:
-    return CacheEntry(row.key.value(), _config(row), row.measurement(), row.validation, row.provenance)
+    return CacheEntry(row.key.value(), config_of(row), row.measurement(), row.validation, row.provenance)
 
 
-def _config(row: TrialRow) -> dict[str, Any]:
+def config_of(row: TrialRow) -> dict[str, Any]:
+    """ValueError for what is no configuration."""
     if not isinstance(row.config, dict):
         raise ValueError(f"a configuration is no {type(row.config).__name__}")
     return row.config
 
 
-def _measurement_columns(measurement: Measurement) -> dict[str, Any]:
+def measurement_columns(measurement: Measurement) -> dict[str, Any]:
+    """A measurement as the columns of :class:`.models.Outcome`."""
     error = measurement.max_rel_err
     return {
         **measurement.to_dict(),

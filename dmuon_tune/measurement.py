@@ -84,6 +84,14 @@ class Measurement:
         return cls(**{**fields, "samples": tuple(fields["samples"])})
 
 
+def best_of(measurements: Sequence[Measurement]) -> int:
+    """Which of one key's ok measurements wins: what a race decided for, else the first of the fastest."""
+    raced = race_winner(measurements)
+    return raced if raced is not None else min(
+        range(len(measurements)), key=lambda index: measurements[index].median_us or 0.0
+    )
+
+
 def race_winner(measurements: Sequence[Measurement]) -> int | None:
     """Which of one problem's ok measurements a race decided for; None where none was raced, or where one that was not
     is so much faster that no race of it could end otherwise."""

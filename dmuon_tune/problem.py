@@ -74,6 +74,11 @@ class Problem:
         tail = "" if self.epilogue == "none" else f" +{self.epilogue}"
         return f"{self.op} {self.batch}x{self.m}x{self.n}x{self.k} {dtypes} {self.layout}{tail}"
 
+    def differences(self, other: Problem) -> dict[str, tuple[Any, Any]]:
+        """The fields in which two problems differ: (this one's, the other's)."""
+        here, there = self.to_dict(), other.to_dict()
+        return {name: (value, there[name]) for name, value in here.items() if value != there[name]}
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

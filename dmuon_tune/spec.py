@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -112,7 +112,7 @@ class KernelSpec:
         return next(iter(self.legal_space(problem, device)), None)
 
     def digest(self) -> str:
-        """SHA-256 of the code of ``sources``: comments, docstrings and formatting do not change it."""
+        """SHA-256 of the code of ``sources``: comments, docstrings and blank lines do not change it."""
         return digest_of(self.sources)
 
 
@@ -158,11 +158,19 @@ def _candidates(
 
 
 def digest_of(modules: Iterable[str]) -> str:
-    """SHA-256 of modules' names and code: comments, docstrings and formatting do not change it."""
+    """SHA-256 of modules' names and code: comments, docstrings and blank lines do not change it."""
     sha = hashlib.sha256()
     for module in modules:
         sha.update(module.encode() + b"\0" + _code_of(module).encode() + b"\0")
     return sha.hexdigest()
+
+
+_QUOTED = (
+    r'"{3}(?:[^\\"]|\\.|"(?!""))*"{3}', r"'{3}(?:[^\\']|\\.|'(?!''))*'{3}",
+    r'"(?:[^"\\\n]|\\.)*"', r"'(?:[^'\\\n]|\\.)*'",
+)
+_STRING_OR_COMMENT = re.compile(rf"(?:\b[rRbBfFuU]{{1,2}})?(?:{'|'.join(_QUOTED)})|#[^\n]*", re.DOTALL)
+_LINE_END = re.compile(r"\s*\n")
 
 
 def _code_of(module: str) -> str:
@@ -177,13 +185,27 @@ def _code_of(module: str) -> str:
 def _code_in(path: str, modified_ns: int, size: int) -> str:
     """A file's code, read once for each version of it: a plan asks for every kernel of every problem."""
     with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and body and _is_docstring(body[0]):
-            node.body = body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+        return code_text(file.read())
 
 
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def code_text(source: str) -> str:
+    """What of a Python source is code: the same text whatever its comments, docstrings, blank lines and spaces at the
+    lines' ends are, by every version of Python."""
+    parts, depth, end = [], 0, 0
+    for found in _STRING_OR_COMMENT.finditer(source):
+        before, text = source[end : found.start()], found[0]
+        end = found.end()
+        parts.append(before)
+        depth += sum(map(before.count, "([{")) - sum(map(before.count, ")]}"))
+        is_alone = not depth and _begins_line(before, found.start()) and source[end : end + 1] in ("\n", "")
+        is_docstring = is_alone and text[0] in "\"'"  # of no prefix: an f-string may call something
+        if not is_docstring and not text.startswith("#"):
+            parts.append(text.replace("\n", "\0"))  # none of what it says is a blank line
+    parts.append(source[end:])
+    return _LINE_END.sub("\n", "".join(parts)).strip()
+
+
+def _begins_line(before: str, at: int) -> bool:
+    """Whether a string after this code is a statement's first token: with a line's end behind it, its only one."""
+    line = before.rstrip(" \t")
+    return at == 0 or line.endswith("\n") and not line.endswith("\\\n")

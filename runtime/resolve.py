@@ -20,6 +20,8 @@ from dmuon_tune.problem import Problem, distance, same_code
 from dmuon_tune.recipe import Pick
 from dmuon_tune.spec import KernelSpec
 
+from .revalidation import Revalidation
+
 # Untuned kernels, preferred first, where they beat the library on an H200 (2026-11-29): CuTe DSL's polar_small took 16
 # us at 64x128x128 and 77 us at 12x256x1024; its apply took .90 of the library's time, the geometric mean of 29 shapes
 # (1.09 at worst), and writes any dtype without a copy.
@@ -52,7 +54,8 @@ class Binding:
 
 @dataclass(frozen=True)
 class _Choice:
-    """``key``: the tuning key's SHA-256 under which an artefact of it is kept."""
+    """``key``: the tuning key's SHA-256 under which an artefact of it is kept; ``is_kept``: a cache says that this
+    configuration is right for this problem."""
 
     origin: str
     spec: KernelSpec
@@ -60,6 +63,7 @@ class _Choice:
     layer: str = ""
     median_us: float | None = None
     key: str = ""
+    is_kept: bool = False
 
 
 class Resolver:
@@ -67,7 +71,8 @@ class Resolver:
 
     Where the caches hold a kernel's compiled code, that is loaded, and its DSL need not be here. ``build`` makes the
     callable of what they do not hold, called as :func:`dmuon_tune.measure.build.compile_kernel` is; a ``build`` that is
-    another one is called for all, and nothing is loaded.
+    another one is called for all, and nothing is loaded or checked. Else what was measured elsewhere is checked once
+    before it serves.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Resolver:
     ) -> None:
         self._build, self._loads = build, build is compile_kernel
         self._unusable: set[str] = set()  # ids of artefacts that are damaged or do not run here
+        self._revalidation = Revalidation(layers, device) if self._loads else None
         self.device = device
         self.layers = layers
         self.bound: dict[Problem, Binding] = {}
@@ -155,21 +161,27 @@ class Resolver:
 
     def _build_binding(self, problem: Problem, choice: _Choice) -> Binding:
         loaded = self._loaded(problem, choice)
-        if loaded is not None:
-            return _binding(problem, choice, loaded.launch, from_artefact=True)
-        if self._loads and not self._compiles(choice.spec):  # it was to be loaded
+        if loaded is None and self._loads and not self._compiles(choice.spec):  # it was to be loaded
             return self._compiled(problem, self._choice(problem))
         try:
-            launch = self._build(choice.spec, problem, choice.config, self.device).launch
+            made = loaded or self._build(choice.spec, problem, choice.config, self.device)
         except Exception as error:  # a DSL may raise anything; training goes on with the library and says so
             if choice.origin == "library":
                 raise
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            self.failures.append(
-                f"{choice.spec.name} failed to compile for {problem.label()}: {reason}; the library runs instead"
-            )
-            return self._compiled(problem, self._library(problem))
-        return _binding(problem, choice, launch)
+            reason = f"failed to compile for {problem.label()}: {(str(error).strip() or repr(error)).splitlines()[0]}"
+        else:
+            failure = self._check_failure(problem, choice, made.launch)
+            if failure is None:
+                return _binding(problem, choice, made.launch, from_artefact=loaded is not None)
+            reason = f"of layer {choice.layer} failed its check for {problem.label()}: {failure}"
+        self.failures.append(f"{choice.spec.name} {reason}; the library runs instead")
+        return self._compiled(problem, self._library(problem))
+
+    def _check_failure(self, problem: Problem, choice: _Choice, launch: Callable[..., Any]) -> str | None:
+        if self._revalidation is None or not choice.is_kept:
+            return None
+        config = space.config_to_dict(choice.config)
+        return self._revalidation.failure(problem, choice.key, config, launch)
 
     def _loaded(self, problem: Problem, choice: _Choice) -> CompiledKernel | None:
         """The callable of the caches' compiled code; None where there is none or it does not run, which is said."""
@@ -237,7 +249,7 @@ class Resolver:
             ),
             None,
         )
-        return _Choice("tuned", spec, config, layer, median_us, pick.key)
+        return _Choice("tuned", spec, config, layer, median_us, pick.key, is_kept=True)
 
     def _as(self, problem: Problem, like: Binding | None) -> _Choice | None:
         if like is None:
@@ -282,7 +294,7 @@ class Resolver:
         assert best is not None
         spec = specs[best.key.kernel]
         config = space.config_from_dict(spec.Config, best.config)
-        return _Choice("tuned", spec, config, label, best.measurement.median_us, best.key.sha256)
+        return _Choice("tuned", spec, config, label, best.measurement.median_us, best.key.sha256, is_kept=True)
 
     def _nearest(self, problem: Problem) -> _Choice | None:
         """The configuration of the nearest shape tuned on this architecture, where it is legal for this problem."""

@@ -15,6 +15,8 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
 from dmuon_tune.words import counted
 
+GIB = 2**30
+
 
 @cache
 def fingerprint(device: str = "auto") -> DeviceFingerprint:
@@ -70,7 +72,7 @@ def _cuda(device: torch.device) -> DeviceFingerprint:
         sm_count=properties.multi_processor_count,
         smem_per_block_bytes=properties.shared_memory_per_block_optin,
         l2_bytes=properties.L2_cache_size,
-        memory_bytes=properties.total_memory,
+        memory_bytes=round(properties.total_memory / GIB) * GIB,  # what a driver keeps of it differs by megabytes
     )
 
 

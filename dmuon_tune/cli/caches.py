@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import CacheError
 
-from . import cache_build, options
-from .output import print_json, say, table, warn
+from . import bundles, cache_build, options, recheck
+from .output import config_text, microseconds, print_json, say, table, warn
 
 if TYPE_CHECKING:
     from dmuon_tune.cache import LayerDescription, Store
@@ -28,28 +28,76 @@ class OpenCache:
 
 
 def register(commands: Any) -> None:
-    parser = commands.add_parser("cache", help="list the caches", description="Look into the caches of this machine.")
+    parser = commands.add_parser(
+        "cache", help="list, ship, merge and check caches",
+        description="Look into the caches of this machine, and turn them into files that travel.",
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser(
         "list", parents=[options.common(), options.cache()], help="list layers, entries and counts by status",
         description="List every cache in the order of precedence with its entries and its trials by status.",
     )
-    listing.add_argument("--layers", action="store_true", help="only the layers, with those that do not exist")
+    listing.add_argument(
+        "--layers", action="store_true", help="the layers, with those that do not exist, and where each entry came from"
+    )
     listing.set_defaults(run=run)
     cache_build.register(actions)
+    bundles.register(actions)
+    recheck.register(actions)
 
 
 def run(args: argparse.Namespace) -> int:
     layers = described(args.cache)
+    _check(layers)
     if args.layers:
-        if args.format == "json":
-            print_json({"layers": layers})
-        else:
-            rows = [[layer["label"], layer["state"], layer["entries"], layer["path"]] for layer in layers]
-            say(table(["layer", "state", "entries", "path"], rows))
+        _print_layers(layers, args.format)
     else:
         _print_contents(layers, args.format)
     return exit_code(layers)
+
+
+def _check(layers: Sequence[LayerDescription]) -> None:
+    """Look for damage that reading the entries alone does not meet; a damaged cache is unreadable from then on."""
+    for layer in layers:
+        if layer["state"] != "ok":
+            continue
+        try:
+            with opened([layer]) as (cache,):
+                cache.store.check()
+        except CacheError as error:
+            layer.update(state="unreadable", entries=0, detail=str(error))
+            warn(str(error))
+
+
+def _print_layers(layers: Sequence[LayerDescription], output: str) -> None:
+    """The layers, then each entry of theirs: where it was measured, and which layer above hides it: training takes a
+    problem's kernel from the first layer that has entries of it for the device."""
+    with opened(layers) as caches:
+        found = [(cache.label, entry) for cache in caches for entry in cache.store.entries()]
+    first: dict[Any, str] = {}
+    rows = []
+    for label, entry in found:
+        above = first.setdefault((entry.key.problem, entry.key.device), label)
+        rows.append((label, entry, entry.provenance.get("imported"), above if above != label else None))
+    if output == "json":
+        print_json({"layers": layers, "entries": [
+            {**entry_fields(entry), "layer": label, "imported": imported, "hidden_by": above}
+            for label, entry, imported, above in rows
+        ]})
+        return
+    say(table(["layer", "state", "entries", "path"], [
+        [layer["label"], layer["state"], layer["entries"], layer["path"]] for layer in layers
+    ]))
+    if not rows:
+        return
+    say()
+    say(table(["problem", "device", "kernel", "config", "median_us", "layer", "imported", "hidden_by"], [
+        [
+            entry.key.problem.label(), entry.key.device.name, entry.key.kernel, config_text(entry.config),
+            microseconds(entry.measurement.median_us), label, imported, above,
+        ]
+        for label, entry, imported, above in rows
+    ]))
 
 
 def described(path: str | None) -> list[LayerDescription]:

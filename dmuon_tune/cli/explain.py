@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import MissingEntryError
+from dmuon_tune.problem import distance
 from dmuon_tune.words import counted
 
 from . import caches, options, workload
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from dmuon_tune.runtime import Plan
     from dmuon_tune.runtime.plan import GroupPlan
     from dmuon_tune.runtime.resolve import Resolver
+
+NEAR_MISSES = 2  # of other problems that are shown for a product without an entry
 
 
 def register(commands: Any) -> None:
@@ -129,6 +132,7 @@ def _candidates(
     from .reasons import refusal
 
     rows: list[dict[str, Any]] = []
+    every = [(cache.label, entry) for cache in found for entry in cache.store.entries(device=device)]
     for problem in problems:
         entries = _entries(problem, device, found, layers)
         pick = chosen[problem.label()]
@@ -139,6 +143,8 @@ def _candidates(
             config, layer, median_us = pick["config"], pick["layer"], pick["median_us"]
             verdict = "chosen in the recipe's chain"
             entries.append(_row(problem, pick["kernel"], layer, config, median_us, True, verdict))
+        if pick["origin"] != "tuned":
+            entries += _near_misses(problem, every)
         rows += entries
         usable = {entry["kernel"] for entry in entries if entry["current"]}
         for spec in kernels(problem.op):
@@ -181,6 +187,23 @@ def _is_shipped(layers: Layers, key: TuningKey, config: dict[str, Any]) -> bool:
         return digests.get(key.kernel) == key.spec_digest and layers.artefact(key.sha256, config) is not None
     except ArtefactError:
         return False
+
+
+def _near_misses(problem: Problem, every: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """The entries whose problems differ in the fewest fields, the nearest first, and in which."""
+    differing: list[tuple[int, float, str, Any, str]] = []
+    for label, entry in every:
+        other = entry.key.problem
+        if other.op != problem.op or other == problem:
+            continue
+        fields = problem.differences(other)
+        verdict = "other " + ", ".join(f"{name}: {then}, here {now}" for name, (now, then) in fields.items())
+        differing.append((len(fields), distance(problem, other), label, entry, verdict))
+    nearest = sorted(differing, key=lambda miss: (miss[:3], miss[3].measurement.median_us))[:NEAR_MISSES]
+    return [
+        _row(problem, entry.key.kernel, label, entry.config, entry.measurement.median_us, False, verdict)
+        for _, _, label, entry, verdict in nearest
+    ]
 
 
 def _row(

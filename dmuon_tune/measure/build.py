@@ -16,6 +16,8 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.space import config_from_dict, config_json
 from dmuon_tune.spec import KernelSpec
 
+from .verify import VALIDATION
+
 COMPILED = 128  # kernels that a measuring process keeps: for races, and for chains, most of which differ in one product
 
 
@@ -54,5 +56,6 @@ def _compiled(name: str, problem: Problem, config: str, device: DeviceFingerprin
 
 
 def tuning_key(spec: KernelSpec, problem: Problem, device: DeviceFingerprint) -> TuningKey:
-    """The key of this kernel's results for a problem: its code, this device and this backend's toolchain."""
-    return TuningKey(problem, spec.name, spec.digest(), device, backends()[spec.backend].toolchain(device))
+    """The key of this kernel's results for a problem: its code, this device, this backend's toolchain and checks."""
+    toolchain = backends()[spec.backend].toolchain(device)
+    return TuningKey(problem, spec.name, spec.digest(), device, toolchain, VALIDATION)

@@ -12,6 +12,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.problem import Problem
 
+from .verify import VALIDATION
 from .winners import contenders, winner
 
 StaleOf = Callable[[TuningKey], str | None]
@@ -55,7 +56,7 @@ def once_each() -> StaleOf:
     known: dict[Hashable, str | None] = {}
 
     def stale_of(key: TuningKey) -> str | None:
-        asked = (key.problem.op, key.kernel, key.spec_digest, key.device, key.toolchain)
+        asked = (key.problem.op, key.kernel, key.spec_digest, key.device, key.toolchain, key.validation)
         if asked not in known:
             known[asked] = staleness(key)
         return known[asked]
@@ -80,6 +81,8 @@ def staleness(key: TuningKey, device: DeviceFingerprint | None = None) -> str | 
     digest = spec.digest()
     if digest != key.spec_digest:
         return f"other digest: code {key.spec_digest[:8]}, now {digest[:8]}"
+    if key.validation != VALIDATION:
+        return f"other validation: {key.validation or 'unknown'}, here {VALIDATION}"
     return None
 
 

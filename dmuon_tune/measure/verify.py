@@ -15,6 +15,8 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.spec import OpSpec
 from dmuon_tune.words import counted
 
+# What verify() asks of a kernel, as a part of its results' keys: another text here makes all results stale.
+VALIDATION = "float64 reference on random inputs, poisoned and guarded outputs, two runs bit-equal"
 ALLOCATED = ("output", "scratch", "zeros")  # roles of which a caller has no values
 GUARD_ELEMENTS = 4096  # poison kept on both sides of what is written, where an out-of-range store would show
 INTEGER_POISON = -(2**30) - 1  # integers have no NaN

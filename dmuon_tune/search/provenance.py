@@ -11,8 +11,8 @@ import torch
 
 from dmuon_tune import __version__
 from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.measure.verify import VALIDATION
 
-VALIDATION = "float64 reference on random inputs, poisoned and guarded outputs, two runs bit-equal"
 CHAIN_VALIDATION = "polar error against float64 near the plain form's, outputs full of NaN before, two runs bit-equal"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -14,15 +15,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, inspect, text
 
-from dmuon_tune.cache import ChainKey, Store, TuningKey
+from dmuon_tune.cache import ChainKey, Store, TuningKey, contents_of
 from dmuon_tune.cache.database import open_engine, use_wal
-from dmuon_tune.cache.migrations import found_version, prepare, require_current
+from dmuon_tune.cache.migrations import SCHEMA_VERSION, found_version, prepare, require_current
 from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Group, Recipe
 
 Ok = Callable[..., Measurement]
 ROWS = 12
+RELEASED = Path(__file__).parent / "released"
 NAMES = ["größe 中文", "a b", "50%25", "what?mode=memory", "#1", "file:x", os.fsdecode(b"\xff")]
 
 
@@ -177,7 +179,8 @@ def test_a_newer_schema_is_refused_with_both_versions(
 ) -> None:
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
     set_version(path, "7")
-    with pytest.raises(CacheError, match="needs schema version 7, this dmuon-tune supports 3; upgrade") as caught:
+    message = f"needs schema version 7, this dmuon-tune supports {SCHEMA_VERSION}; upgrade"
+    with pytest.raises(CacheError, match=message) as caught:
         open_store(path)
     assert_one_useful_line(caught.value, path)
     assert os.listdir(tmp_path) == ["cache.sqlite"]
@@ -186,32 +189,22 @@ def test_a_newer_schema_is_refused_with_both_versions(
 def test_an_older_schema_is_migrated_in_one_transaction(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
     path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
     engine = create_engine(f"sqlite:///{path}")
+    column = text("ALTER TABLE dmuon_trials ADD COLUMN energy_j FLOAT")
     steps = {
-        3: lambda connection: connection.execute(text("ALTER TABLE dmuon_trials ADD COLUMN energy_j FLOAT")),
-        4: lambda connection: connection.execute(text("UPDATE dmuon_trials SET energy_j = 1.5")),
+        SCHEMA_VERSION: lambda connection: connection.execute(column),
+        SCHEMA_VERSION + 1: lambda connection: connection.execute(text("UPDATE dmuon_trials SET energy_j = 1.5")),
     }
-    with engine.connect() as connection, pytest.raises(CacheError, match="schema version 3.*brings it up to date"):
-        require_current(connection, str(path), version=5)
+    newer = SCHEMA_VERSION + 2
+    with engine.connect() as connection, pytest.raises(CacheError, match="schema version .*brings it up to date"):
+        require_current(connection, str(path), version=newer)
     with engine.begin() as connection:
-        prepare(connection, str(path), version=5, migrations=steps)
+        prepare(connection, str(path), version=newer, migrations=steps)
     with engine.connect() as connection:
-        assert found_version(connection, str(path)) == 5
+        assert found_version(connection, str(path)) == newer
         assert connection.scalar(text("SELECT sum(energy_j) FROM dmuon_trials")) == 1.5 * ROWS
-        require_current(connection, str(path), version=5)
-    with pytest.raises(CacheError, match="needs schema version 5"):
+        require_current(connection, str(path), version=newer)
+    with pytest.raises(CacheError, match=f"needs schema version {newer}"):
         Store.open(path)
-
-
-def as_version_1(path: Path) -> None:
-    """What the first schema had: no claims, no timed chains, and recipes of a form and a cost."""
-    connection = sqlite3.connect(path)
-    connection.execute("DROP TABLE dmuon_claims")
-    connection.execute("DROP TABLE dmuon_chains")
-    for column in ("p20_us", "p80_us", "chunk", "picks", "batch_costs"):
-        connection.execute(f"ALTER TABLE dmuon_recipes DROP COLUMN {column}")
-    connection.commit()
-    connection.close()
-    set_version(path, "1")
 
 
 def schema(path: Path) -> dict[str, object]:
@@ -230,27 +223,40 @@ def schema(path: Path) -> dict[str, object]:
     }
 
 
-def test_version_1_becomes_the_current_schema_and_keeps_its_recipes(tmp_path: Path, key: TuningKey, ok: Ok) -> None:
-    path = filled(tmp_path / "cache.sqlite", key, ok(1.0))
-    recipe = Recipe(Group(8, 2048, 5464), "gram", "float16", cost_us=5.0)
-    with Store.open(path) as store:
-        store.put_recipe(key.device, recipe)
-    current = schema(path)
-    as_version_1(path)
-    assert schema(path) != current
-    before = path.read_bytes()
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
+def test_a_file_of_every_released_schema_becomes_the_current_one_and_keeps_all(
+    tmp_path: Path, key: TuningKey, ok: Ok, version: int
+) -> None:
+    """``released/`` holds a cache as that version's own program wrote it."""
+    path = tmp_path / "cache.sqlite"
+    shutil.copy(RELEASED / f"version-{version}.sqlite", path)
+    before, recipe = path.read_bytes(), Recipe(Group(8, 2048, 5464), "gram", "float16", cost_us=90.0)
     with Store.open(path, read_only=True) as store:  # a copy in memory is brought up to date
-        assert store.recipes() == [recipe] and len(store.trials(key)) == ROWS and store.chain_trials() == []
+        assert store.recipes() == [recipe] and len(store.trials(key)) == 3
+        assert len(store.chain_trials()) == (version > 1)
         with pytest.raises(CacheError, match="read-only"):
             store.record(key, {}, ok(1.0), {})
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["cache.sqlite"]
     with Store.open(path) as store:
-        assert store.recipes() == [recipe] and len(store.trials(key)) == ROWS
+        assert [(trial.config, trial.measurement.status) for trial in store.trials(key)] == [
+            ({"block": 64}, "ok"), ({"block": 128}, "ok"), ({"block": 256}, "wrong_result"),
+        ]
+        best = store.best(key)
+        assert best is not None and best.key == key and best.key.validation == "" and best.measurement == ok(
+            12.5, smem_bytes=65536
+        )
+        assert best.validation == "float64 reference"
+        assert {entry.key.device.sm_count for entry in store.entries(key.problem)} == {132, 114}
+        assert store.recipes() == [recipe] and len(store.chain_trials()) == (version > 1)
         timed = replace(recipe, p20_us=4.0, p80_us=6.0, chunk=2)
         store.put_recipe(key.device, timed)
         store.record_chain(ChainKey(timed, "ab", key.device), ok(5.0), {})
-        assert store.recipes() == [timed] and len(store.chain_trials()) == 1
-    assert schema(path) == current
+        store.record(replace(key, validation="float64"), {"block": 64}, ok(1.0), {})
+        assert store.recipes() == [timed] and len(store.chain_trials()) == 1 + (version > 1)
+        assert len(store.entries(key.problem, key.device)) == 2, "how it was checked is a part of the key"
+        assert len(contents_of(store).results) == 5
+    with Store.open(tmp_path / "new.sqlite"):
+        assert schema(path) == schema(tmp_path / "new.sqlite")
 
 
 def test_an_absent_or_empty_file_is_no_cache_to_read(tmp_path: Path) -> None:

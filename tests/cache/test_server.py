@@ -175,6 +175,7 @@ def test_the_first_schema_becomes_the_current_one(url: str, key: TuningKey, ok: 
     with engine.begin() as connection:
         for table in ("dmuon_claims", "dmuon_chains"):
             connection.execute(text(f"DROP TABLE {table}"))
+        connection.execute(text("ALTER TABLE dmuon_keys DROP COLUMN validation"))
         for column in ("p20_us", "p80_us", "chunk", "picks", "batch_costs"):
             connection.execute(text(f"ALTER TABLE dmuon_recipes DROP COLUMN {column}"))
         connection.execute(text("UPDATE dmuon_meta SET value = '1'"))

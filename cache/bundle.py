@@ -1,0 +1,173 @@
+"""Bundles: a cache and its artefacts as one tar file, the same bytes for the same contents on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dmuon_tune.errors import CacheError, UsageError
+from dmuon_tune.portable import PortableCode
+
+from .artefacts import FOLDER_NAME, Artefact, ArtefactStore
+from .contents import Contents, keep
+from .paths import FILE_NAME
+from .store import Store
+
+FORMAT = 1
+MANIFEST = "bundle.json"
+TAR_MAGIC = (257, b"ustar")  # POSIX.1-1988: at this offset of the first header
+PAGE_BYTES = 4096
+# SQLite's file header (sqlite.org/fileformat2.html, 1.3): place → what it counts of the writer, not of the contents.
+CHANGES, VALID_FOR, LIBRARY_VERSION = 24, 92, 96
+FIRST_STRICT_VERSION = 3037000  # of SQLite; any would do, but the library's own
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: its database's file, and its artefacts."""
+
+    database: Path
+    artefacts: ArtefactStore
+
+
+def is_bundle(path: str | Path) -> bool:
+    """Whether this is a tar file, as a bundle is."""
+    place, magic = TAR_MAGIC
+    try:
+        with open(path, "rb") as file:
+            return file.read(place + len(magic))[place:] == magic
+    except OSError:
+        return False
+
+
+def write_bundle(
+    path: str | Path, contents: Contents, artefacts: Iterable[tuple[ArtefactStore, Artefact]] = ()
+) -> None:
+    """Write these contents with these artefacts, each with the folder it lies in; of several of one name that of the
+    least digest.
+
+    Until all of it is there, what ``path`` held stays. UsageError where it cannot be written, ArtefactError for a
+    damaged artefact.
+    """
+    files = {FILE_NAME: database_bytes(contents.as_shipped())}
+    by_digest = sorted(artefacts, key=lambda found: found[1].sha256, reverse=True)
+    for store, artefact in {artefact.id: (store, artefact) for store, artefact in by_digest}.values():
+        store.read(artefact)  # checks its digest
+        files |= {f"{FOLDER_NAME}/{file.name}": file.read_bytes() for file in store.files(artefact)}
+    listed = {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}
+    manifest = json.dumps({"format": FORMAT, "sha256": listed}, indent=1, sort_keys=True).encode()
+    target = Path(path).absolute()
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with tarfile.open(beside, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for name, content in [(MANIFEST, manifest), *((name, files[name]) for name in listed)]:
+                member = tarfile.TarInfo(name)  # time, owner and group 0: nothing of this machine
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        os.replace(beside, target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UsageError(
+            f"cannot write the bundle {path}: {error.strerror}; name a file in a writable folder"
+        ) from error
+
+
+def take_artefacts(into: ArtefactStore, source: ArtefactStore) -> int:
+    """Copy what ``into`` does not have; returns how many artefacts that were."""
+    taken = 0
+    for artefact in source.all():
+        known = into.find(artefact.key.sha256, artefact.config)
+        if known is None or known.sha256 != artefact.sha256:
+            code = PortableCode(artefact.format, source.read(artefact), artefact.launch)
+            into.add(artefact.key, artefact.config, code)
+            taken += 1
+    return taken
+
+
+def database_bytes(contents: Contents) -> bytes:
+    """A database file of these contents, in their order, that readers need no side files for."""
+    with tempfile.TemporaryDirectory(prefix="dmuon-tune-") as folder:
+        path = Path(folder) / FILE_NAME
+        with Store.open(path) as store:
+            keep(store, lambda nothing: contents)
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            # SQLAlchemy makes a table's indices in any order.
+            wanted = "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND sql > '' ORDER BY name"
+            indices = connection.execute(wanted).fetchall()
+            anew = [statement for name, sql in indices for statement in (f"DROP INDEX {name}", sql)]
+            settings = ["journal_mode=DELETE", "secure_delete=ON", f"page_size={PAGE_BYTES}"]
+            for statement in (*(f"PRAGMA {setting}" for setting in settings), *anew, "VACUUM"):
+                connection.execute(statement).close()
+        finally:
+            connection.close()
+        content = bytearray(path.read_bytes())
+    for place, value in ((CHANGES, 1), (VALID_FOR, 1), (LIBRARY_VERSION, FIRST_STRICT_VERSION)):
+        content[place : place + 4] = value.to_bytes(4, "big")
+    return bytes(content)
+
+
+@contextmanager
+def opened_bundle(path: str | Path) -> Iterator[Bundle]:
+    """A bundle's files in a folder that is gone afterwards. CacheError where it is damaged or of a newer format."""
+    with tempfile.TemporaryDirectory(prefix="dmuon-tune-") as folder:
+        for name, content in _checked_files(path).items():
+            target = Path(folder, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        yield Bundle(Path(folder, FILE_NAME), ArtefactStore(Path(folder, FOLDER_NAME)))
+
+
+def _checked_files(path: str | Path) -> dict[str, bytes]:
+    """Each file of a bundle but its manifest, whose digests they have."""
+    advice = "export it again, or copy it anew"
+    try:
+        files = _files(path)
+    except (OSError, tarfile.TarError, EOFError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or repr(error)
+        raise CacheError(f"cannot read the bundle {path}: {reason}; {advice}") from error
+    manifest = _manifest(files.pop(MANIFEST, b""))
+    if manifest is None:
+        raise CacheError(f"{path} has no valid {MANIFEST}, so it is no bundle or damaged; {advice}")
+    if manifest["format"] != FORMAT:
+        raise CacheError(
+            f"bundle {path} is of format {manifest['format']}, this dmuon-tune reads {FORMAT}; upgrade dmuon-tune"
+        )
+    for name in sorted({*files, *manifest["sha256"]}):
+        if hashlib.sha256(files.get(name, b"")).hexdigest() != manifest["sha256"].get(name):
+            raise CacheError(f"bundle {path} is damaged: {name} is not what its {MANIFEST} says; {advice}")
+    if FILE_NAME not in files:
+        raise CacheError(f"bundle {path} holds no {FILE_NAME}; {advice}")
+    return files
+
+
+def _manifest(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+        sound = isinstance(found["format"], int) and isinstance(found["sha256"], dict)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if sound else None
+
+
+def _files(path: str | Path) -> dict[str, bytes]:
+    """Each member's content: plain files below the bundle's root alone, whoever made it."""
+    found: dict[str, bytes] = {}
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            name = PurePosixPath(member.name)
+            file = tar.extractfile(member) if member.isreg() else None
+            if file is None or name.is_absolute() or ".." in name.parts or str(name) in found:
+                raise ValueError(f"it holds {member.name!r}, which is no plain file of a bundle")
+            found[str(name)] = file.read()
+    return found
