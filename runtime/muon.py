@@ -236,9 +236,9 @@ class Muon(Optimizer):
                 group.setdefault(name, value)  # an option younger than what was saved
             for p, key in zip(group["params"], saved["param_groups"][index]["params"], strict=True):
                 momentum = saved["state"].get(key, {}).get("momentum_buffer")
-                if momentum is not None:  # PyTorch's has been through the parameter's dtype
-                    dtype = self._momentum_dtype or p.dtype
-                    self.state[p]["momentum_buffer"] = momentum.to(p.device, dtype, copy=True)
+                dtype = self._momentum_dtype or p.dtype
+                if momentum is not None and dtype != p.dtype:  # PyTorch's has been through the parameter's
+                    self.state[p]["momentum_buffer"] = momentum.to(p.device, dtype)
 
     def _forget(self) -> None:
         """What was derived from the groups."""

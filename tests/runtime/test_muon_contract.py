@@ -330,6 +330,22 @@ def test_no_parameters_is_an_error() -> None:
         Muon(nn.Tanh())
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_restore_it_by_name(flat: bool) -> None:
+    from torch.distributed.checkpoint import state_dict as by_name
+
+    options = by_name.StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, twin = network(), network()
+    optimizer, restored = (Muon(each, momentum_form="ema") for each in (model, twin))
+    train(model, optimizer, range(2))
+    twin.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(by_name.get_optimizer_state_dict(model, optimizer, options=options))
+    by_name.set_optimizer_state_dict(twin, restored, saved, options=options)
+    for each, its in ((model, optimizer), (twin, restored)):
+        train(each, its, range(2, 4))
+    assert equal(model, twin)
+
+
 def test_pickling_keeps_options() -> None:
     model = network()
     optimizer = Muon(model, skip_nonfinite=True, momentum_dtype="float64", maximize=True)

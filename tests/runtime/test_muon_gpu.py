@@ -124,6 +124,18 @@ def test_a_step_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_the_report_says_how_far_the_last_step_moved() -> None:
+    weights, (first,) = parameters(), gradients(1)
+    optimizer = Muon(weights, lr=0.1)
+    before = [weight.detach().clone() for weight in weights]
+    run(optimizer, weights, [first])
+    report = optimizer.report(spectra=True)
+    for row, weight, was in zip(report.matrices, weights, before, strict=True):
+        moved = float((weight.detach() - was).square().mean().sqrt())
+        assert row.update_rms == pytest.approx(moved, rel=2e-2) and row.measured_us is not None
+        assert row.sigma_max is not None and 0.8 < row.sigma_max < 1.3
+
+
 def test_fifty_steps_agree_with_gram_newton_schulzs_muon() -> None:
     """Its directions are bf16 before the chain, and so are off by 2^-9 an entry; its chain is fp16 as ours."""
     peers: Any = pytest.importorskip("gram_newton_schulz")
