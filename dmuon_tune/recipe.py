@@ -237,7 +237,7 @@ def forms(group: Group, dtype: str) -> tuple[str, ...]:
     where the Gram form may lose too much; for 16-bit chains the small form, whose arithmetic is fp16, and the span form
     (each only where a kernel serves it, which its kernels say)."""
     plain = ("plain",) if group.n < 2 * group.m or dtype == "bfloat16" else ()
-    return ("gram", *plain, *(() if dtype == "float32" else ("small", "span")))
+    return ("gram", *plain) if dtype == "float32" else ("gram", "span", *plain, "small")
 
 
 def default_dtype(device_kind: str) -> str:
