@@ -48,6 +48,11 @@ class Parameter:
     def size_bytes(self) -> int:
         return driver.TENSOR_MAP_BYTES if self.tensor_map else len(self.data) // 2
 
+    @property
+    def tensors(self) -> set[int]:
+        """The op's arguments whose addresses it holds."""
+        return {patch.index for patch in self.patches if patch.kind == "tensor"} | {self.tensor} - {-1}
+
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Parameter:
         given = fields["tensor_map"] or {}
@@ -62,8 +67,8 @@ class Parameter:
 @dataclass(frozen=True)
 class Kernel:
     """A kernel in the ``image``-th cubin. ``attributes`` are CUfunction_attributes, ``launch_attributes`` pairs of a
-    CUlaunchAttributeID and its value (hexadecimal). ``aligned`` parameters begin at multiples of 16 bytes, or the
-    ``otherwise``-th kernel runs."""
+    CUlaunchAttributeID and its value (hexadecimal). The tensors of ``aligned`` parameters begin at multiples of 16
+    bytes; with others the ``otherwise``-th kernel runs, or none where that is -1."""
 
     image: int
     name: str
@@ -113,6 +118,11 @@ class CudaCall:
         )
         scratch = tuple(Scratch(**buffer) for buffer in fields["scratch"])
         return cls(fields["arguments"], kernels, launches, scratch, tuple(fields["images"]))
+
+
+def places_of(parameters: Sequence[Parameter], arguments: set[int]) -> tuple[int, ...]:
+    """Which parameters hold an address of one of these arguments."""
+    return tuple(place for place, parameter in enumerate(parameters) if parameter.tensors & arguments)
 
 
 def cuda_code(call: CudaCall, images: Sequence[bytes]) -> PortableCode:
@@ -187,9 +197,9 @@ class _PreparedLaunch:
     """One launch with memory for its parameters; where an address has not changed its tensor map is not made again."""
 
     def __init__(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
-        self._launch, first = launch, kernels[launch.kernel]
+        first = kernels[launch.kernel]
         self._choices = [launch.kernel] + ([first.otherwise] if first.otherwise >= 0 else [])
-        self._aligned = first.aligned
+        self._aligned = {index for place in first.aligned for index in launch.parameters[place].tensors}
         self._configs = [_config(launch, kernels[choice]) for choice in self._choices]
         offsets, size = [], 0
         for parameter in launch.parameters:
@@ -217,6 +227,10 @@ class _PreparedLaunch:
         self, values: Sequence[Any], scratch: Sequence[int], kernels: Sequence[ctypes.c_void_p], stream: int,
         device: int,
     ) -> None:
+        fits = all(values[index] % ALIGNMENT_BYTES == 0 for index in self._aligned)
+        if not fits and len(self._choices) == 1:
+            raise ValueError(f"takes tensors that begin at multiples of {ALIGNMENT_BYTES} bytes")
+        choice = 0 if fits else 1
         for place, kind, source, index, add in self._patches:
             value = scratch[index] + add if source == "scratch" else values[index]
             struct.pack_into(kind, self._memory, place, value + add if source == "tensor" else value)
@@ -224,17 +238,9 @@ class _PreparedLaunch:
             if self._encoded.get(at) != values[index]:
                 driver.encode(tensor_map, values[index], at)
                 self._encoded[at] = values[index]
-        choice = 0
-        if len(self._choices) > 1 and not self._fits(values):
-            choice = 1
         config = self._configs[choice]
         config.stream = stream
         driver.launch(config, kernels[self._choices[choice]], self._pointers, device)
-
-    def _fits(self, values: Sequence[Any]) -> bool:
-        """Whether the aligned parameters' tensors begin at multiples of 16 bytes (allocated ones always do)."""
-        patches = [patch for place in self._aligned for patch in self._launch.parameters[place].patches]
-        return all(values[patch.index] % ALIGNMENT_BYTES == 0 for patch in patches if patch.kind == "tensor")
 
 
 def _config(launch: Launch, kernel: Kernel) -> driver.LaunchConfig:

@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dmuon_tune.portable import NotPortableError
 from dmuon_tune.spec import Argument
 
 from .cubin import cubin_parameters
-from .cuda_launches import CudaCall, Kernel, Launch, Parameter, Patch
+from .cuda_launches import CudaCall, Kernel, Launch, Parameter, Patch, places_of
 from .driver import (
     CLUSTER_DIMENSION,
     COOPERATIVE,
@@ -30,6 +31,7 @@ FUNCTION = "dmuon_tune_kernel"  # of the exported object
 C_COMPILERS = ("gcc", "clang", "cc")
 SMEM_PER_BLOCK_OPTIN = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 ATTRIBUTE_BYTES = {CLUSTER_DIMENSION: 12, COOPERATIVE: 4, PROGRAMMATIC_SERIALIZATION: 4}  # the rest is not initialized
+HALVES = ("float16", "bfloat16")  # matrices, which these kernels take to be aligned to 16 bytes; tables are not
 TENSOR_MAP_WRITTEN = 64  # of a tensor map CuTe DSL 4.5 writes the first half; the rest is whatever its stack held
 MOST_LAUNCHES, MOST_PARAMETER_BYTES = 4, 4096
 # Types of TVM FFI's values (tvm/ffi/c_api.h, TVMFFITypeIndex) and of DLPack's elements (dlpack.h, DLDataTypeCode).
@@ -176,12 +178,16 @@ def record(
     first = recorded[0][0]
     attributes = _kernel_attributes(library, first.smem)
     kernel = Kernel(0, name, tuple(first.block), first.smem, attributes, _launch_attributes(first))
+    matrices = {
+        place for place, argument in enumerate(arguments) if argument.dtype in HALVES and not argument.separate
+    }
     launches = []
     for place in range(len(recorded[0])):
         same = [each[place] for each in recorded]
         if any(tuple(each.block) != kernel.block or each.smem != kernel.smem_bytes for each in same):
             raise NotPortableError("its launches differ in more than their grids")
         launches.append(Launch(0, tuple(same[0].grid), _parameters(same, sizes, calls)))
+    kernel = replace(kernel, aligned=places_of(launches[0].parameters, matrices))
     return CudaCall(len(arguments), (kernel,), tuple(launches))
 
 

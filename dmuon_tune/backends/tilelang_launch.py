@@ -8,7 +8,7 @@ from typing import Any
 from dmuon_tune.portable import NotPortableError
 from dmuon_tune.spec import Argument
 
-from .cuda_launches import CudaCall, Kernel, Launch, Parameter, Patch
+from .cuda_launches import CudaCall, Kernel, Launch, Parameter, Patch, places_of
 from .driver import (
     CLUSTER_DIMENSION,
     DEFAULT_DYNAMIC_SMEM_BYTES,
@@ -41,7 +41,10 @@ def record(artifact: Any, names: Sequence[str], arguments: Sequence[Argument]) -
     smem_bytes = int(attributes.get("dyn_shared_memory_buf") or 0)
     set_attributes = ((MAX_DYNAMIC_SMEM, smem_bytes),) if smem_bytes > DEFAULT_DYNAMIC_SMEM_BYTES else ()
     block, grid = (_extents(attributes["thread_extent"], prefix) for prefix in ("threadIdx", "blockIdx"))
-    kernel = Kernel(0, name, block, smem_bytes, set_attributes, _launch_attributes(attributes))
+    tensors = {place for place, argument in enumerate(arguments) if argument.role != "scalar"}
+    kernel = Kernel(
+        0, name, block, smem_bytes, set_attributes, _launch_attributes(attributes), places_of(parameters, tensors)
+    )
     return CudaCall(len(arguments), (kernel,), (Launch(0, grid, parameters),))
 
 

@@ -162,6 +162,16 @@ def test_unaligned_tensors_run_the_other_kernel(library: ctypes.CDLL) -> None:
     assert blocks == [[64, 1, 1], [32, 1, 1]]
 
 
+def test_unaligned_tensors_without_another_kernel_launch_nothing(library: ctypes.CDLL) -> None:
+    launch = cuda_launches._PreparedLaunch(CALL.launches[0], (Kernel(0, "scale", (64, 1, 1), 0, aligned=(0, 1)),))
+    kernel = driver.get_kernel(driver.load_library(b"cubin code\0"), "scale")
+    x, y = torch.ones(9), torch.zeros(9)
+    for first, second in ((x[1:], y), (x, y[1:])):
+        with pytest.raises(ValueError, match="multiples of 16 bytes"):
+            launch.run([first.data_ptr(), second.data_ptr(), 1.0], [], [kernel], 0, 0)
+    assert not y.any()
+
+
 def test_what_the_driver_refuses_is_said_by_its_name(library: ctypes.CDLL) -> None:
     with pytest.raises(driver.DriverError, match=r"cuLibraryLoadData failed: CUDA_ERROR_NO_BINARY_FOR_GPU \(209\)"):
         driver.load_library(b"other code\0")

@@ -69,12 +69,12 @@ def test_a_cutedsl_programs_own_host_code_is_recorded() -> None:
     code = through_json(compile_portable(spec, GRAM, spec.untuned(GRAM, H200), H200))
     call = CudaCall.from_dict(code.launch)
     (launched,), (launch,) = call.kernels, call.launches
-    x, r = [set(part) for part in ({0}, {1})]
-    assert set(tensors(call)[0]) == x | r and call.arguments == 3
+    assert set(tensors(call)[0]) == {0, 1} and call.arguments == 3
     scalars = [patch for parameter in launch.parameters for patch in parameter.patches if patch.kind != "tensor"]
     assert scalars == [Patch(0, "float32", 2)]
     maps = [bytes.fromhex(parameter.data) for parameter in launch.parameters if parameter.size_bytes == 128]
     assert len(maps) >= 2 and all(any(data[8:64]) and not any(data[64:]) for data in maps)
+    assert {index for place in launched.aligned for index in launch.parameters[place].tensors} == {0, 1}
     assert dict(launched.attributes)[8] == launched.smem_bytes <= H200.smem_per_block_bytes
     assert dict(launched.launch_attributes)[6] == "01000000"  # it may start before the launch in front ends
 
@@ -94,7 +94,8 @@ def test_a_tilelang_programs_tensor_maps_are_read_from_its_host_code() -> None:
     assert [patch for parameter in launch.parameters for patch in parameter.patches if patch.kind == "float32"] == [
         Patch(0, "float32", 2)
     ]
-    assert launched.name == "gram_kernel" and launched.block[0] >= 128
+    assert launched.name == "gram_kernel" and launched.block[0] >= 128 and launched.otherwise == -1
+    assert {index for place in launched.aligned for index in launch.parameters[place].tensors} == {0, 1}
 
 
 def test_a_triton_programs_buffers_and_what_it_clears_are_recorded() -> None:
