@@ -23,7 +23,8 @@ from .blocks import Split, blocks_of, check_split
 from .scales import SCALES
 
 MOMENTUM_FORMS = ("accumulate", "ema")
-MATRIX_OPTIONS = ("momentum", "momentum_form", "nesterov", "cautious", "scale", "split", "split_dim", "flatten")
+# Of AdamW's groups only "momentum" stays, unused: OneCycleLR and CyclicLR set it in every group or in none.
+MATRIX_OPTIONS = ("momentum_form", "nesterov", "cautious", "scale", "split", "split_dim", "flatten")
 
 logger = getLogger("dmuon_tune.runtime")
 

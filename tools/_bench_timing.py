@@ -100,31 +100,33 @@ def interleaved(replays: Mapping[str, Replay]) -> dict[str, dict[str, float]]:
     return {name: spread(found) for name, found in samples.items()}
 
 
-def eager(work: Work) -> dict[str, float]:
-    """``wall_*``: microseconds a call of a row of calls, waited for at its end; ``host_us``: until a call returns,
-    the device idle before it."""
-
-    def row_us(calls: int) -> float:
-        synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            work()
-        synchronize()
-        return (time.perf_counter() - begin) / calls * 1e6
-
-    def host_us() -> float:
-        synchronize()
-        begin = time.perf_counter()
+def row_us(work: Work, calls: int) -> float:
+    """Microseconds a call in a row of calls, waited for at its end."""
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
         work()
-        return (time.perf_counter() - begin) * 1e6
+    synchronize()
+    return (time.perf_counter() - begin) / calls * 1e6
 
-    row_us(3)
-    estimate_us = row_us(2)
+
+def host_us(work: Work) -> float:
+    """Microseconds until a call returns, the device idle before it."""
+    synchronize()
+    begin = time.perf_counter()
+    work()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def eager(work: Work) -> dict[str, float]:
+    """``wall_*``: the spread of :func:`row_us`; ``host_us``: the median of :func:`host_us`."""
+    row_us(work, 3)
+    estimate_us = row_us(work, 2)
     calls = max(1, int(EAGER_WINDOW_US / estimate_us))
     windows = max(3, min(MAX_WINDOWS, int(EAGER_TOTAL_US / (calls * estimate_us))))
-    walls = spread([row_us(calls) for _ in range(windows)])
+    walls = spread([row_us(work, calls) for _ in range(windows)])
     fewest, most = HOST_CALLS
-    hosts = [host_us() for _ in range(max(fewest, min(most, int(EAGER_TOTAL_US / estimate_us))))]
+    hosts = [host_us(work) for _ in range(max(fewest, min(most, int(EAGER_TOTAL_US / estimate_us))))]
     synchronize()
     return {f"wall_{name}": value for name, value in walls.items()} | {"host_us": statistics.median(hosts)}
 

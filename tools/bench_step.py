@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 from _bench_methods import PEER_VERSION, RESTARTS, STEPS, Refused, plain_ns, recurrence
-from _bench_timing import spread, synchronize
-from bench_ns import guarded, versions
+from _bench_timing import host_us, row_us, spread, synchronize
+from bench_ns import guarded, names, versions
 from torch import Tensor, nn
 
 from dmuon_tune.backends.probe import fingerprint, resolve
@@ -148,30 +148,13 @@ def prepare(entrant: Entrant, make: Callable[[list[nn.Parameter], Setting], Any]
         torch.cuda.reset_peak_memory_stats(device)
     entrant.optimizer = make(entrant.weights, setting)
     entrant.optimizer.step()
-    entrant.result["first"] = [weight.detach().clone().cpu() for weight in entrant.weights]
+    entrant.result["first"] = [weight.detach().to("cpu", copy=True) for weight in entrant.weights]
     for _ in range(WARM_UP - 1):
         entrant.optimizer.step()
     synchronize()
     if device.type == "cuda":
         entrant.result["state_bytes"] = allocated(device) - before
         entrant.result["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
-
-
-def row_us(step: Step, steps: int) -> float:
-    """Microseconds a step."""
-    synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronize()
-    return (time.perf_counter() - begin) / steps * 1e6
-
-
-def host_us(step: Step) -> float:
-    synchronize()
-    begin = time.perf_counter()
-    step()
-    return (time.perf_counter() - begin) * 1e6
 
 
 def measure(running: Sequence[Entrant], rounds: int) -> None:
@@ -238,8 +221,8 @@ def memory_over(step: Step, device: torch.device, steps: int) -> dict[str, int]:
     for _ in range(steps):
         step()
     after = state()
-    names = ("allocated_before", "reserved_before", "allocated_after", "reserved_after")
-    return {"steps": steps, **dict(zip(names, before + after, strict=True))}
+    fields = ("allocated_before", "reserved_before", "allocated_after", "reserved_after")
+    return {"steps": steps, **dict(zip(fields, before + after, strict=True))}
 
 
 def off(entrant: Entrant, setting: Setting, most: int) -> float:
@@ -353,19 +336,10 @@ def details(mine: Entrant, found: Sequence[Entrant], device: torch.device, steps
     return {"phases_us": split, "origins": dict(origins), "speedup": speedup, "memory": memory}
 
 
-def some_of(text: str) -> tuple[str, ...]:
-    """Comma-separated keys of entrants."""
-    keys = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for key in keys:
-        if key not in entrants():
-            raise argparse.ArgumentTypeError(f"unknown {key!r}; choose among {', '.join(entrants())}")
-    return keys
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="qwen2.5-1.5b", help="the model's matrices (default: qwen2.5-1.5b)")
-    parser.add_argument("--entrants", type=some_of, default=tuple(entrants()), help=f"some of {','.join(entrants())}")
+    parser.add_argument("--entrants", type=names(entrants()), default=tuple(entrants()), help=f"some of {','.join(entrants())}")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"windows of each, at least {LEAST_ROUNDS} "
                         f"(default: {ROUNDS})")
     parser.add_argument("--steps", type=positive, default=500, help="of the memory's check (default: 500)")
