@@ -339,7 +339,8 @@ def details(mine: Entrant, found: Sequence[Entrant], device: torch.device, steps
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="qwen2.5-1.5b", help="the model's matrices (default: qwen2.5-1.5b)")
-    parser.add_argument("--entrants", type=names(entrants()), default=tuple(entrants()), help=f"some of {','.join(entrants())}")
+    parser.add_argument("--entrants", type=names(entrants()), default=tuple(entrants()),
+                        help=f"some of {','.join(entrants())}")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help=f"windows of each, at least {LEAST_ROUNDS} "
                         f"(default: {ROUNDS})")
     parser.add_argument("--steps", type=positive, default=500, help="of the memory's check (default: 500)")
