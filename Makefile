@@ -7,9 +7,14 @@ TORCH ?= torch==2.13.0
 # Configurations tried per product in the demo.
 TRIALS ?= 5
 DEMO ?= .demo
+# Processes that test side by side, each on processors of its own; none beside where tests would share a GPU.
+WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
+# The slowest tests that 'make test' names at its end.
+DURATIONS ?= 10
 
+# --no-compile: Python compiles what is imported, a small part of all that is installed.
 BIN := $(abspath $(VENV))/bin
-PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-compile
 INSTALL_TORCH = $(if $(strip $(TORCH)),$(PIP) "$(strip $(TORCH))",@:)
 
 .PHONY: help demo test lint style types clean
@@ -27,7 +32,8 @@ demo: $(VENV)/.installed-demo
 	DMUON_TUNE_CACHE_DIR="$(abspath $(DEMO))" $(BIN)/python examples/train_tiny.py --device cpu
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  --durations $(DURATIONS)
 
 lint: style types
 

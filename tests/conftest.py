@@ -1,14 +1,16 @@
-"""Skips tests marked ``gpu`` where torch sees no CUDA device, and starts a PostgreSQL server for those that ask."""
+"""What all tests share: processors of their own for workers side by side, a PostgreSQL server, and which tests skip."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
 import pwd
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,20 +18,87 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 SERVER_USER, SERVER_PASSWORD = "tuner", "p@ss/w:rd%"  # every character that a URL must quote
 QUOTED_PASSWORD = "p%40ss%2Fw%3Ard%25"
 STRANGER = "nobody"  # runs the server where the tests run as root, which PostgreSQL refuses to
 FAST = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "max_connections=50", "shared_buffers=16MB")
+LONGEST = (  # files that 'make test' begins with, so that no worker is left with one of them at the end
+    "search/test_tune.py", "kernel_specs/test_cutedsl.py", "kernel_specs/test_tilelang.py", "search/test_sharing.py",
+    "cli/test_errors.py", "cli/test_tune.py", "kernel_specs/test_polar_cutedsl.py", "measure/test_executor.py",
+    "search/test_kills.py", "tools/test_bench_ns.py", "search/test_replay.py", "measure/test_race.py",
+    "kernel_specs/test_triton.py", "kernel_specs/test_interpreter.py", "test_contributing.py",
+)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Each of xdist's workers is a machine of its own: what one measures neither disturbs nor waits for the others."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    if hasattr(os, "sched_setaffinity"):
+        number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, processors[number % count :: count] or processors)
+    folder = tempfile.mkdtemp(prefix=f"dmuon-tune-{worker['workerid']}-")  # holds the device's lock, among others
+    os.chmod(folder, 0o755)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture
+def every_processor() -> Iterator[None]:
+    """All processors of this machine in place of this worker's."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield
+    os.sched_setaffinity(0, own)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    if hasattr(config, "workerinput"):
+        order = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(order)))
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def _idle_workers() -> Iterator[dict[str, list[Any]]]:
+    """Measuring processes that tuning runs have left, by what they can import."""
+    kept: dict[str, list[Any]] = {}
+    yield kept
+    for worker in itertools.chain.from_iterable(kept.values()):
+        worker.kill()
+
+
+@pytest.fixture
+def lasting_workers(_idle_workers: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuning run of this process goes on with the idle measuring processes of the one before, if they are alive: to
+    start one takes longer than most of the tests' runs measure."""
+    from dmuon_tune.kernel_specs import EXTRA_MODULES_VARIABLE
+    from dmuon_tune.search import run
+
+    class Lasting(run.Executor):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._known = json.dumps([sys.path, os.environ.get(EXTRA_MODULES_VARIABLE)])
+            self._idle = _idle_workers.pop(self._known, [])
+
+        def close(self) -> None:
+            _idle_workers.setdefault(self._known, []).extend(self._idle)
+            self._idle = []
+            super().close()
+
+    monkeypatch.setattr(run, "Executor", Lasting)
 
 
 def _server_programs() -> Path:

@@ -39,7 +39,7 @@ def synthetic() -> Record:
 
 
 def test_the_default_is_ahead_of_random_and_of_plain_tpe(synthetic: Record) -> None:
-    curves = replay([synthetic], ["combined", "random", "tpe"], 100, 10)
+    curves = replay([synthetic], ["combined", "random", "tpe"], 100, 5)
     for evaluations in (50, 100):
         mean = {
             name: np.mean([curve.fractions[:, evaluations - 1] for curve in curves if curve.sampler == name])
@@ -49,7 +49,7 @@ def test_the_default_is_ahead_of_random_and_of_plain_tpe(synthetic: Record) -> N
 
 
 def test_equal_arguments_give_equal_curves_whatever_process_runs_them(
-    synthetic: Record, monkeypatch: pytest.MonkeyPatch
+    synthetic: Record, monkeypatch: pytest.MonkeyPatch, every_processor: None
 ) -> None:
     monkeypatch.setattr("dmuon_tune.search.replay.PROCESS_EVALUATIONS", 20)
     (curve,) = replay([synthetic], ["combined"], 25, 2)
@@ -102,7 +102,10 @@ def test_a_caches_trials_become_a_record_and_a_file_of_it_the_same(tmp_path: Pat
     assert Record.read(tmp_path / "record.json.gz") == record
 
 
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b"[]"), gzip.compress(b'{"format": 99}')])
+@pytest.mark.parametrize(
+    "content", [b"", b"no gzip", gzip.compress(b"[]"), gzip.compress(b'{"format": 99}')],
+    ids=["empty", "text", "list", "newer"],  # gzip's output holds the time, and each of xdist's workers has its own
+)
 def test_what_is_no_record_is_said_to_be_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "record.json.gz"
     path.write_bytes(content)
