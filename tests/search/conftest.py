@@ -1,4 +1,4 @@
-"""Makes some of the misbehaving kernels of ``tests/measure/kernels`` known to this process and its workers."""
+"""Kernels that misbehave, known to this process and its workers, and measuring processes that outlast a tuning run."""
 
 from __future__ import annotations
 

@@ -16,23 +16,15 @@ LIVES = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 
+from in_process import Within, prepare
+
 from dmuon_tune.cache import Store
-from dmuon_tune.measure import executor, worker
 from dmuon_tune.recipe import Group
 from dmuon_tune.search import TuneOptions, run, tune
 from dmuon_tune.search.progress import Silent
 
 path, log, moments = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 GROUPS = [Group(2, 8, 16 + 8 * place) for place in range(10)]
-
-
-class Within(executor.Executor):
-    def warm(self, jobs): pass
-    def submit(self, job): self._busy.append(job)
-    def wait(self, timeout_s=None):
-        job = self._busy.pop()
-        return job, worker.measure(job, lambda kind, content: None)
-    def close(self): pass
 
 
 class Log(Silent):
@@ -52,6 +44,7 @@ def state():
 
 
 run.Executor = Within
+prepare()
 rng, killed, wrong = random.Random(7), 0, []
 Store.open(path).close()
 while killed < moments:
@@ -83,7 +76,8 @@ print(json.dumps({"killed": killed, "wrong": wrong, "trials": len(state()[0]), "
 
 def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path: Path) -> None:
     path = tmp_path / "cache.sqlite"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    folders = map(str, (Path(__file__).parents[2], Path(__file__).parent))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
     command = [sys.executable, "-c", LIVES, str(path), str(tmp_path / "log"), str(MOMENTS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

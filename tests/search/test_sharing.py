@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,15 +20,14 @@ from dmuon_tune.cache import Store
 from dmuon_tune.search.claims import Membership, Share
 
 ROOT = Path(__file__).parents[2]
+# One process imports everything and forks a run for each host, which measures within itself.
 TUNE = """
-import json, socket, sys
+import json, os, socket, sys
+from in_process import Within, prepare
 from dmuon_tune.cache import Store, claims
 from dmuon_tune.recipe import Group
-from dmuon_tune.search import TuneOptions, tune
+from dmuon_tune.search import TuneOptions, run, tune
 from dmuon_tune.search.progress import PlainLines
-place, host = sys.argv[1:]
-if host:  # as on another machine: its processes are out of sight
-    socket.gethostname, claims.this_process = lambda: host, lambda: ""
 
 class Events(PlainLines):
     def measured(self, problem, kernel, config, *rest):
@@ -35,30 +36,59 @@ class Events(PlainLines):
     def timed(self, recipe, *rest):
         print(json.dumps(["chain", str(recipe)]), flush=True)
 
-groups = [Group(1, rows, 3 * rows) for rows in (8, 16)]
-print("ready", flush=True)
-input()
-with Store.open(place) as store:
-    report = tune(groups, store, TuneOptions(device="cpu", backends=("library",), workers=1), Events(sys.stderr))
-print(json.dumps(["end", report.measured, report.reused, report.complete, report.chains.timed, report.chains.reused,
-                  [problem.winner.key.kernel for problem in report.problems], [each.form for each in report.recipes]]))
+def tune_on(host):
+    if host:  # as on another machine: its processes are out of sight
+        socket.gethostname, claims.this_process = lambda: host, lambda: ""
+    groups = [Group(1, rows, 3 * rows) for rows in (8, 16)]
+    print(os.getpid(), flush=True)
+    input()
+    with Store.open(place) as store:
+        report = tune(groups, store, TuneOptions(device="cpu", backends=("library",)), Events(sys.stderr))
+    print(json.dumps(["end", report.measured, report.reused, report.complete, report.chains.timed,
+                      report.chains.reused, [problem.winner.key.kernel for problem in report.problems],
+                      [each.form for each in report.recipes]]))
+
+def close():
+    for _, *streams in runs:
+        for descriptor in streams:
+            os.close(descriptor)
+
+place, runs = sys.argv[1], json.loads(sys.argv[2])  # host, stdin, stdout, stderr
+run.Executor = Within
+prepare()
+for host, *streams in runs:
+    if os.fork() == 0:
+        for stream, descriptor in enumerate(streams):
+            os.dup2(descriptor, stream)
+        close()
+        tune_on(host)
+        sys.exit()
+close()
+for _ in runs:
+    os.wait()  # at once, so that a killed one is seen to be dead
 """
 
 
 class Process:
-    """A tuning process over ``place``, on the machine ``host`` (empty: this one)."""
+    """A tuning process: ``host`` is its machine (empty: this one), ``theirs`` its stdin, stdout and stderr."""
 
-    def __init__(self, place: str, host: str, **environ: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TUNE, place, host], text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environ},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        assert self._process.stdout is not None and self._process.stdin is not None
-        self._lines, self._input = self._process.stdout, self._process.stdin
+    def __init__(self, host: str, errors: Path) -> None:
         self.said: list[list[Any]] = []
-        self.progress = ""
-        assert self._lines.readline() == "ready\n"
+        self._host, self._errors = host, errors
+        stdin, to = os.pipe()
+        of, stdout = os.pipe()
+        self.theirs = [stdin, stdout, os.open(errors, os.O_CREAT | os.O_WRONLY)]
+        self._input, self._lines = os.fdopen(to, "w"), os.fdopen(of)
+
+    @property
+    def arguments(self) -> list[Any]:
+        return [self._host, *self.theirs]
+
+    def begun(self) -> None:
+        """The process has its streams."""
+        for descriptor in self.theirs:
+            os.close(descriptor)
+        self._pid = int(self._lines.readline())
 
     def go(self) -> None:
         self._input.write("\n")
@@ -69,32 +99,54 @@ class Process:
         self.said += [json.loads(self._lines.readline()) for _ in range(count)]
 
     def kill(self) -> None:
-        self._process.kill()
+        os.kill(self._pid, signal.SIGKILL)
         self._finish()
 
     def end(self) -> list[Any]:
         """What it reports at its end."""
         self._finish()
-        assert self._process.returncode == 0, self.progress
+        assert self.said and self.said[-1][0] == "end", self.progress
         return self.said.pop()[1:]
 
     def _finish(self) -> None:
-        output, self.progress = self._process.communicate(timeout=200)
-        self.said += [json.loads(line) for line in output.splitlines() if line.endswith("]")]
+        self.said += [json.loads(line) for line in self._lines if line.endswith("]\n")]
+        self._lines.close()
+        self._input.close()
+
+    @property
+    def progress(self) -> str:
+        return self._errors.read_text()
 
     @property
     def done(self) -> list[str]:
         return [json.dumps(event) for event in self.said]
 
 
+@pytest.fixture
+def processes(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Process]]:
+    """Three processes that tune into ``place`` once told to: a file's on one machine, a server's on three."""
+    folders = map(str, (ROOT, Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*folders, *sys.path]))
+    if "://" in place:
+        monkeypatch.setenv("DMUON_TUNE_CLAIM_S", "8")  # on one machine its death is seen at once
+    hosts = ("node-a", "node-b", "node-c") if "://" in place else ("", "", "")
+    runs = [Process(host, tmp_path / f"errors-{number}") for number, host in enumerate(hosts)]
+    arguments = json.dumps([run.arguments for run in runs])
+    descriptors = [descriptor for run in runs for descriptor in run.theirs]
+    command = [sys.executable, "-c", TUNE, place, arguments]
+    with subprocess.Popen(command, pass_fds=descriptors, start_new_session=True) as parent:
+        try:
+            for run in runs:
+                run.begun()
+            yield runs
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)  # what a failed test leaves
+
+
 @pytest.fixture(params=["file", "postgresql"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "cache.sqlite") if request.param == "file" else request.getfixturevalue("new_database")()
-
-
-def hosts(place: str) -> tuple[str, str, str]:
-    """Three processes use a file on one machine, a server from three."""
-    return ("node-a", "node-b", "node-c") if "://" in place else ("", "", "")
 
 
 def kept(place: str) -> tuple[int, int]:
@@ -104,9 +156,8 @@ def kept(place: str) -> tuple[int, int]:
         return len(store.all_trials()), len(store.chain_trials())
 
 
-def test_runs_divide_the_work_and_finish_what_a_killed_one_began(place: str) -> None:
-    lost_after = {"DMUON_TUNE_CLAIM_S": "8"} if "://" in place else {}  # on one machine its death is seen at once
-    doomed, *others = (Process(place, host, **lost_after) for host in hosts(place))
+def test_runs_divide_the_work_and_finish_what_a_killed_one_began(place: str, processes: list[Process]) -> None:
+    doomed, *others = processes
     doomed.go()
     doomed.read(2)
     for run in others:
@@ -123,7 +174,7 @@ def test_runs_divide_the_work_and_finish_what_a_killed_one_began(place: str) -> 
     assert chains - a[3] - b[3] <= len(doomed.said) - theirs + 1
     for end in (a, b):
         assert len(end[5]) == 6 and len(end[6]) == 2, "both end with all winners and recipes"
-    assert "waiting for" in "".join(run.progress for run in others) or not lost_after
+    assert "waiting for" in "".join(run.progress for run in others) or "://" not in place
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,20 @@ from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.errors import NoLegalConfigError, UsageError
 from dmuon_tune.kernel_specs import EXTRA_MODULES_VARIABLE, kernel, kernels
 from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measure.executor import _Worker
+from dmuon_tune.measure.job import Outcome
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain, first_launch
 from dmuon_tune.search import TuneOptions, recipes, tune
-from dmuon_tune.search.options import ChainReport
-from dmuon_tune.search.recipes import ChainSearch, Tuned, estimates, keep_recipe
+from dmuon_tune.search.options import ChainReport, TuneReport
+from dmuon_tune.search.recipes import ChainSearch, estimates, keep_recipe
+from dmuon_tune.search.recipes import Tuned as TunedProduct
 from dmuon_tune.search.schedule import problem_search, usable_kernels
 from dmuon_tune.search.shares import chains_share_s, races_share_s
 from dmuon_tune.space import config_json
+
+pytestmark = pytest.mark.usefixtures("lasting_workers")
 
 GROUPS = [Group(1, 8, 24)]
 ONLY_LIBRARY = TuneOptions(device="cpu", backends=("library",))
@@ -101,61 +107,51 @@ def quiet(store: Store) -> None:
             session.execute(text(f"UPDATE dmuon_{table} SET resources = json_remove(resources, '$.contended')"))
 
 
-def test_failures_are_kept_and_the_second_run_measures_nothing(misbehaving: None, tmp_path: Path) -> None:
-    with Store.open(tmp_path / "cache.sqlite") as store:
-        first, events = tune(GROUPS, store, WITH_HANGS, recorder := Recorder()), recorder
-        assert first.complete and events.is_finished
-        assert first.measured == len(events.kept) == events.total == len(store.all_trials())
-        assert first.reused == 0 and first.unavailable == {}
-        gram = next(report for report in first.problems if report.problem.op == "gram")
-        assert gram.statuses == {"ok": 3, "compile_error": 1, "crashed": 1, "timeout": 1, "wrong_result": 1}
-        for report in first.problems:
-            assert report.winner is not None and report.library is not None
-            assert report.winner.key.kernel == f"{report.problem.op}.library"  # bad_slow is right but slow
-            assert report.winner.measurement.median_us is not None
-        assert [recipe.group for recipe in first.recipes] == GROUPS
-        assert store.recipe(first.device, GROUPS[0], "float32") == first.recipes[0]
-        best: CacheEntry | None = store.best(gram.winner.key) if gram.winner else None
-        assert best is not None and best.validation
-        assert {"tool", "torch", "device", "seed", "date"} <= best.provenance.keys()
-
-        quiet(store)
-        again = tune(GROUPS, store, WITH_HANGS, second := Recorder())
-        assert again.measured == 0 and again.complete and again.reused == first.measured
-        assert second.tried == [] and again.recipes == first.recipes
-        assert [report.winner and report.winner.config for report in again.problems] == [
-            report.winner and report.winner.config for report in first.problems
-        ]
-
-
 PLANTED = {  # how each of its configurations ends, and how many there are
     "bad_ragged": ("wrong_result", 11), "bad_half": ("wrong_result", 11), "bad_infinite": ("wrong_result", 11),
     "bad_memory": ("launch_error", 11), "bad_nan": ("wrong_result", 1), "bad_compile": ("compile_error", 1),
     "bad_crash": ("crashed", 1), "bad_zero": ("crashed", 1), "bad_address": ("crashed", 1), "bad_hang": ("timeout", 1),
 }
+BESIDE = {"bad_exit": ("crashed", 1), "bad_slow": ("ok", 1), "bad_values": ("wrong_result", 1)}
 
 
-def test_fifty_bad_candidates_in_a_row_never_win_and_the_tuner_goes_on(
+def test_fifty_bad_candidates_never_win_are_kept_and_the_second_run_measures_nothing(
     misbehaving: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(EXTRA_MODULES_VARIABLE, ",".join(PLANTED))
+    monkeypatch.setenv(EXTRA_MODULES_VARIABLE, ",".join([*PLANTED, *BESIDE]))
     assert sum(count for _, count in PLANTED.values()) == 50
-    options = replace(WITH_HANGS, trials=100, patience=None)
+    groups, options = [Group(1, 9, 21)], replace(WITH_HANGS, trials=100, patience=None)
     with Store.open(tmp_path / "cache.sqlite") as store:
-        report = tune([Group(1, 9, 21)], store, options, Recorder())
-        ended: dict[str, set[str]] = {}
-        counts = dict.fromkeys(PLANTED, 0)
+        first = tune(groups, store, options, events := Recorder())
+        assert first.complete and events.is_finished
+        assert first.measured == len(events.kept) == events.total == len(store.all_trials())
+        assert first.reused == 0 and first.unavailable == {}
+        ended: dict[str, list[Measurement]] = {}
         for key, trial in store.all_trials():
-            name = key.kernel.rpartition(".")[2]
-            if name in PLANTED:
-                counts[name] += 1
-                ended.setdefault(name, set()).add(trial.measurement.status)
-                assert trial.measurement.log
-    assert ended == {name: {status} for name, (status, _) in PLANTED.items()}
-    assert counts == {name: count for name, (_, count) in PLANTED.items()}
-    assert report.complete and report.recipes[0].timed
-    for problem in report.problems:
-        assert problem.winner is not None and problem.winner.key.kernel == f"{problem.problem.op}.library"
+            ended.setdefault(key.kernel.rpartition(".")[2], []).append(trial.measurement)
+        for name, (status, count) in {**PLANTED, **BESIDE}.items():
+            assert [each.status for each in ended[name]] == count * [status], name
+            assert status == "ok" or all(each.log for each in ended[name]), name
+        gram = next(report for report in first.problems if report.problem.op == "gram")
+        assert gram.statuses == {"ok": 3, "compile_error": 1, "crashed": 4, "timeout": 1, "wrong_result": 35,
+                                 "launch_error": 11}
+        for report in first.problems:
+            assert report.winner is not None and report.library is not None
+            assert report.winner.key.kernel == f"{report.problem.op}.library"  # bad_slow is right but slow
+            assert report.winner.measurement.median_us is not None
+        assert [recipe.group for recipe in first.recipes] == groups and first.recipes[0].timed
+        assert store.recipe(first.device, groups[0], "float32") == first.recipes[0]
+        best: CacheEntry | None = store.best(gram.winner.key) if gram.winner else None
+        assert best is not None and best.validation
+        assert {"tool", "torch", "device", "seed", "date"} <= best.provenance.keys()
+
+        quiet(store)
+        again = tune(groups, store, options, second := Recorder())
+        assert again.measured == 0 and again.complete and again.reused == first.measured
+        assert second.tried == [] and again.recipes == first.recipes
+        assert [report.winner and report.winner.config for report in again.problems] == [
+            report.winner and report.winner.config for report in first.problems
+        ]
 
 
 def test_the_library_and_untuned_configurations_come_first_in_every_problem(misbehaving: None) -> None:
@@ -209,13 +205,39 @@ def test_a_spent_budget_ends_the_run_as_incomplete(tmp_path: Path) -> None:
 BATCH = [Group(3, 12, 16)]
 
 
-def test_whole_chains_decide_the_recipe_and_are_not_timed_again(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "cache.sqlite") as store:
-        first = tune(BATCH, store, ONLY_LIBRARY, events := Recorder())
+@dataclass(frozen=True)
+class Tuned:
+    """What a run over BATCH that timed chains of every form reported, and a copy of its cache for one test."""
+
+    report: TuneReport
+    events: Recorder
+    cache: Path
+
+
+@pytest.fixture(scope="module")
+def tuned_once(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    path, events = tmp_path_factory.mktemp("tuned") / "cache.sqlite", Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmuon_tune.search.recipes.HOPELESS", 100.0)
+        with Store.open(path) as store:
+            report = tune(BATCH, store, ONLY_LIBRARY, events)
+            quiet(store)
+    return Tuned(report, events, path)
+
+
+@pytest.fixture
+def tuned(tuned_once: Tuned, tmp_path: Path) -> Tuned:
+    return replace(tuned_once, cache=Path(shutil.copy(tuned_once.cache, tmp_path / "cache.sqlite")))
+
+
+def test_whole_chains_decide_the_recipe_and_are_not_timed_again(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmuon_tune.search.recipes.HOPELESS", 100.0)
+    first, events = tuned.report, tuned.events
+    with Store.open(tuned.cache) as store:
         (recipe,) = first.recipes
         trials = store.chain_trials(first.device)
         assert first.chains == ChainReport(timed=len(events.chains)) and len(trials) == len(events.chains)
-        assert {trial.recipe.form for trial in trials} <= {"gram", "plain"}
+        assert {trial.recipe.form for trial in trials} == {"gram", "plain"}
         assert all(trial.measurement.ok and trial.measurement.max_rel_err for trial in trials)
         whole = [trial for trial in trials if trial.recipe.group == BATCH[0]]
         best = min(trial.measurement.median_us or 0 for trial in whole)
@@ -224,7 +246,6 @@ def test_whole_chains_decide_the_recipe_and_are_not_timed_again(tmp_path: Path) 
         assert {pick.kernel for pick in recipe.picks} <= {"gram.library", "gemm_symmetric.library", "apply.library"}
         assert store.recipe(first.device, BATCH[0], "float32") == recipe
 
-        quiet(store)
         again = tune(BATCH, store, ONLY_LIBRARY, second := Recorder())
         assert second.chains == [] and again.recipes == [recipe]
         assert again.chains == ChainReport(reused=len(events.chains))
@@ -245,15 +266,14 @@ def test_chains_cut_short_are_gone_on_with(tmp_path: Path) -> None:
         assert rest.chains.reused == 1 and rest.chains.timed == len(recorder.chains) > 1
 
 
-def test_a_budget_without_time_for_chains_leaves_an_estimate_or_the_timed_recipe(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "cache.sqlite") as store:
-        timed = tune(BATCH, store, ONLY_LIBRARY).recipes[0]
-        quiet(store)
+def test_a_budget_without_time_for_chains_leaves_an_estimate_or_the_timed_recipe(tuned: Tuned) -> None:
+    timed = tuned.report.recipes[0]
+    with Store.open(tuned.cache) as store:
         with store._writing() as session:
             session.execute(text("DELETE FROM dmuon_chains"))
         spent = replace(ONLY_LIBRARY, budget_s=1e-6)
         assert tune(BATCH, store, spent).recipes == [timed]  # of today's kernels: better than an estimate
-        slow = tuned_search(BATCH[0], ok(2 * (timed.cost_us or 0)))
+        slow = search_cut_short(BATCH[0], ok(2 * (timed.cost_us or 0)))
         assert keep_recipe(slow, kernels(), fingerprint("cpu"), store) == timed
         stale = replace(timed, picks=(replace(timed.picks[0], key="older code"), *timed.picks[1:]))
         store.put_recipe(fingerprint("cpu"), stale)
@@ -263,16 +283,16 @@ def test_a_budget_without_time_for_chains_leaves_an_estimate_or_the_timed_recipe
         assert store.recipes() == report.recipes
 
 
-def tuned_search(group: Group, first: Measurement) -> ChainSearch:
+def search_cut_short(group: Group, first: Measurement) -> ChainSearch:
     """A search cut short after its first chain, on made-up times of products."""
     device = fingerprint("cpu")
-    tuned = {}
+    products = {}
     for problem in chain(group, "gram", "float32"):
         spec = kernel(f"{problem.op}.library")
         config = dict(vars(spec.untuned(problem, device)))
         best = CacheEntry(tuning_key(spec, problem, device), config, ok(1.0), "", {})
-        tuned[problem] = Tuned(best, (best,))
-    search = ChainSearch(estimates(group, ("gram",), "float32", tuned), tuned, kernels(), device)
+        products[problem] = TunedProduct(best, (best,))
+    search = ChainSearch(estimates(group, ("gram",), "float32", products), products, kernels(), device)
     search.observe(first)
     assert search.candidate is not None and not search.is_pricing
     return search
@@ -287,11 +307,9 @@ def test_chains_have_a_small_share_of_a_long_budget_and_less_than_half_of_a_shor
     assert races_share_s(3600) == 360
 
 
-def test_a_chain_that_fails_is_kept_and_another_form_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_chain_that_fails_is_kept_and_another_form_runs(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmuon_tune.search.recipes.HOPELESS", 100.0)
-    with Store.open(tmp_path / "cache.sqlite") as store:
-        tune(BATCH, store, ONLY_LIBRARY)
-        quiet(store)
+    with Store.open(tuned.cache) as store:
         (ours,) = {trial.recipe.form for trial in store.chain_trials() if trial.recipe == _bare(store.recipes()[0])}
         with store._writing() as session:  # as if the winner's form had died in every chain
             session.execute(
@@ -447,7 +465,12 @@ def test_timings_on_a_busy_machine_are_counted_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     contended = Measurement.from_samples([5.0], 0.0, {"contended": True})
-    monkeypatch.setattr("dmuon_tune.measure.executor._Worker._message", lambda *_: contended)
+    heard = _Worker._message
+
+    def disturbed(worker: _Worker, kind: str, content: Any) -> Outcome | None:
+        return None if heard(worker, kind, content) is None else contended
+
+    monkeypatch.setattr(_Worker, "_message", disturbed)
     with Store.open(tmp_path / "cache.sqlite") as store:
         report = tune(GROUPS, store, ONLY_LIBRARY)
     total = report.measured + report.chains.timed
