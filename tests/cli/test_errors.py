@@ -128,9 +128,10 @@ def test_an_unreadable_cache_is_said_once_without_advice_to_tune(
             assert str(own_cache) in result.err
     explained = run("explain", "--shapes", "2x8x24", "--device", "cpu", "--require", *more)
     assert explained.code == 4
-    doctor = run("doctor", "--device", "cpu", "--format", "json")
-    assert doctor.code == 0
-    assert {row["label"]: row["state"] for row in doctor.json["caches"]}["user"] == "unreadable"
+    if not named:  # doctor takes no --cache
+        doctor = run("doctor", "--device", "cpu", "--format", "json")
+        assert doctor.code == 0
+        assert {row["label"]: row["state"] for row in doctor.json["caches"]}["user"] == "unreadable"
     if held is not None:
         held.close()
 
@@ -210,7 +211,6 @@ def in_shell(command: str) -> subprocess.CompletedProcess[str]:
     "command",
     [
         "show --device cpu", "shapes --preset tiny", "doctor --device cpu", "cache list --layers", "--version",
-        "explain --shapes 2x8x24 --device cpu",
     ],
 )
 def test_a_closed_stdout_or_stderr_is_no_failure(command: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, ops
 from dmuon_tune.kernel_specs._tilelang import TileConfig, apply_shape, smem_bytes, symmetric_shape, triangle_tiles
+from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.problem import Problem
 
 pytest.importorskip("tilelang")
@@ -180,11 +182,10 @@ def decoded_tiles(source: str, tiles: int, folder: Path) -> Iterator[tuple[int, 
 @pytest.mark.parametrize(
     ("m", "config", "device", "arch", "instruction"),
     [
-        (8192, TileConfig(64, 64, 64, 4, 128), H200, "sm_90a", "wgmma_ss"),
         (4096, TileConfig(128, 192, 64, 4), H200, "sm_90a", "wgmma_ss"),
         (2600, TileConfig(64, 256, 64, 3, 256, 8), H200, "sm_90a", "wgmma_ss"),
-        (2050, TileConfig(128, 64, 32, 2, 128, 8), A100, "sm_80", "mma_sync"),
-        (1090, TileConfig(256, 192, 32, 2, 256), B200, "sm_100a", "mma_sync"),
+        (8192, TileConfig(64, 64, 32, 2, 128), A100, "sm_80", "mma_sync"),
+        (2050, TileConfig(256, 192, 32, 2, 256, 8), B200, "sm_100a", "mma_sync"),
     ],
 )
 def test_cuda_blocks_cover_the_lower_triangle_once(
@@ -271,25 +272,32 @@ def test_a_launch_follows_the_current_stream_into_a_graph() -> None:
 
 
 CACHED = """
-from dmuon_tune import kernel_specs
+import json, sys
 from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.problem import Problem
-device = DeviceFingerprint("H200", "sm_90", 132, 232448, 60 << 20, 140 << 30)
-spec, problem = kernel_specs.kernel("apply.tilelang"), Problem("apply", 1, 128, 128, 128)
-kernel = compile_kernel(spec, problem, spec.untuned(problem, device), device)
-assert callable(kernel.launch)
-print(kernel.resources["registers"], kernel.resources["smem_bytes"], kernel.resources["spill_bytes"])
+device = DeviceFingerprint.from_dict(json.loads(sys.argv[1]))
+spec, problem = kernel("apply.tilelang"), Problem.from_dict(json.loads(sys.argv[2]))
+found = compile_kernel(spec, problem, spec.untuned(problem, device), device)
+assert callable(found.launch)
+print(json.dumps(found.resources))
 """
 
 
 @pytest.mark.skipif(BACKEND.unavailable(H200) is not None, reason="needs nvcc")
-def test_a_kernel_from_the_disk_cache_is_as_good_as_a_fresh_one(tmp_path: Path) -> None:
-    environment = os.environ | {"TILELANG_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    fresh, cached = (
-        subprocess.run([sys.executable, "-c", CACHED], env=environment, capture_output=True, text=True, check=False)
-        for _ in range(2)
+def test_a_kernel_from_the_disk_cache_is_as_good_as_a_fresh_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    asked, spec = Problem("apply", 1, 128, 128, 128), KERNELS["apply"]
+    fresh = compile_kernel(spec, asked, spec.untuned(asked, H200), H200)
+    kept = set(tmp_path.rglob("*"))
+    cached = subprocess.run(
+        [sys.executable, "-c", CACHED, json.dumps(H200.to_dict()), json.dumps(asked.to_dict())],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=False,
     )
-    assert fresh.returncode == 0, fresh.stderr
     assert cached.returncode == 0, cached.stderr
-    assert fresh.stdout == cached.stdout != ""
+    assert callable(fresh.launch) and set(tmp_path.rglob("*")) == kept != set()
+    same = ("registers", "smem_bytes", "spill_bytes")
+    assert [json.loads(cached.stdout)[name] for name in same] == [fresh.resources[name] for name in same]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +25,7 @@ H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 50 * 2**20, 140 * 
 A100 = DeviceFingerprint("NVIDIA A100", "sm_80", 108, 166912, 40 * 2**20, 80 * 2**30)
 B200 = DeviceFingerprint("NVIDIA B200", "sm_100", 148, 232448, 126 * 2**20, 180 * 2**30)
 KERNELS = {op: kernel(f"{op}.triton") for op in ("gram", "gemm_symmetric", "apply", "polar_small")}
-INTERPRETED = "DMUON_TUNE_TEST_INTERPRETED"  # set in the process that interprets: triton.jit reads its switch once
+INTERPRETED = "DMUON_TUNE_TEST_INTERPRETED"  # set in the process that interprets: test_interpreter.py
 
 
 def problem(
@@ -72,11 +68,6 @@ def case_id(value: Any) -> str:
     return value.label() if isinstance(value, Problem) else "-".join(str(v) for v in vars(value).values())
 
 
-def version(distribution: str) -> tuple[int, ...]:
-    """Major and minor version of what is installed."""
-    return tuple(int(part) for part in importlib.metadata.version(distribution).split(".")[:2])
-
-
 def interpreted(spec_problem: Problem, config: Any) -> str:
     """Why the check fails on this kernel run by Triton's interpreter, on the CPU, or nothing."""
     program = KERNELS[spec_problem.op].build(spec_problem, config, A100)  # no overlap of launches
@@ -91,21 +82,6 @@ def interpreted(spec_problem: Problem, config: Any) -> str:
 @pytest.mark.parametrize(("asked", "config"), ALL_CASES if INTERPRETED in os.environ else [], ids=case_id)
 def test_in_the_interpreter(asked: Problem, config: Any) -> None:
     assert interpreted(asked, config) == ""
-
-
-def test_interpreted_results() -> None:
-    """Every element right, none unwritten, none out of range, the same twice: ragged shapes, both layouts."""
-    if importlib.util.find_spec("triton.runtime.interpreter") is None:
-        pytest.skip("this Triton has no interpreter")
-    triton, numpy = (version(name) for name in ("triton", "numpy"))
-    if triton < (3, 7) and numpy >= (2, 4):
-        pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_in_the_interpreter"],
-        env={**os.environ, "TRITON_INTERPRET": "1", INTERPRETED: "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=280,
-    )
-    assert done.returncode == 0 and f"{len(ALL_CASES)} passed" in done.stdout, done.stdout[-3000:]
 
 
 def compile_cases() -> Iterator[tuple[Problem, Any, DeviceFingerprint]]:
