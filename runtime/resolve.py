@@ -14,7 +14,7 @@ from dmuon_tune.cache import Artefact, ArtefactError, ArtefactStore, CacheEntry,
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.kernel_specs import kernels, ops
-from dmuon_tune.measure.build import compile_kernel, load_artefact, tuning_key
+from dmuon_tune.measure.build import compile_kernel, is_of_todays_code, load_artefact, tuning_key
 from dmuon_tune.measure.winners import contenders, library_kernel, winner
 from dmuon_tune.problem import Problem, distance, same_code
 from dmuon_tune.recipe import Pick
@@ -219,10 +219,9 @@ class Resolver:
             return None
         if self._compiles(spec):
             return tuning_key(spec, problem, self.device).sha256
-        wanted, digest = space.config_to_dict(config), None
+        wanted = space.config_to_dict(config)
         for artefact in self.layers.artefacts(problem, self.device):
-            digest = digest or spec.digest()
-            if (artefact.key.kernel, artefact.key.spec_digest, artefact.config) == (spec.name, digest, wanted):
+            if artefact.config == wanted and is_of_todays_code(artefact.key, spec):
                 return artefact.key.sha256 if artefact.id not in self._unusable else None
         return None
 
@@ -231,7 +230,7 @@ class Resolver:
         if not makes_portable(spec.backend):
             return False
         found = self._find(key, config)
-        return found is not None and found[1].key.spec_digest == spec.digest()
+        return found is not None and is_of_todays_code(found[1].key, spec)
 
     def _picked(self, pick: Pick, layer: str) -> _Choice | None:
         spec = next((spec for spec in kernels(pick.problem.op) if spec.name == pick.kernel), None)

@@ -59,3 +59,8 @@ def tuning_key(spec: KernelSpec, problem: Problem, device: DeviceFingerprint) ->
     """The key of this kernel's results for a problem: its code, this device, this backend's toolchain and checks."""
     toolchain = backends()[spec.backend].toolchain(device)
     return TuningKey(problem, spec.name, spec.digest(), device, toolchain, VALIDATION)
+
+
+def is_of_todays_code(key: TuningKey, spec: KernelSpec) -> bool:
+    """Whether a kept result is of this kernel's source and of today's checks, by whatever toolchain."""
+    return (key.kernel, key.spec_digest, key.validation) == (spec.name, spec.digest(), VALIDATION)

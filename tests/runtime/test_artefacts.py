@@ -17,7 +17,7 @@ import torch
 from dmuon_tune.backends import backends
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.backends.shared_library import FORMAT, cpu_features
-from dmuon_tune.cache import Artefact, ArtefactStore, Layers, Store
+from dmuon_tune.cache import Artefact, ArtefactStore, Store
 from dmuon_tune.cli import main
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel
@@ -201,11 +201,20 @@ def test_a_record_of_other_source_is_not_loaded(cache: Path, monkeypatch: pytest
     assert len(resolved.missing) == 3
 
 
-def test_an_artefact_outlives_its_toolchain(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(backends()["tilelang"]), "unavailable", lambda self, device: "another version")
-    with Layers.open({"DMUON_TUNE_CACHE_PATH": str(cache)}) as layers:
-        resolved = plan([GROUP], "cpu", layers=layers)
+def test_an_artefact_outlives_its_toolchain(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(type(backends()["tilelang"]), "unavailable", lambda self, device: "not installed")
+    monkeypatch.setattr(type(backends()["tilelang"]), "toolchain", not_installed)
+    resolved = plan([GROUP], "cpu")
     assert all(each.from_artefact for each in resolved.groups[GROUP].bindings.values()) and not resolved.failures
+    assert main(["explain", "--shapes", GROUP.label(), "--device", "cpu", "--format", "json"]) == 0
+    verdicts = {row["kernel"]: row["verdict"] for row in json.loads(capsys.readouterr().out)["candidates"]}
+    assert {verdicts[f"{op}.tilelang"] for op in ("gram", "gemm_symmetric", "apply")} == {"chosen"}
+
+
+def not_installed(backend: Any, device: DeviceFingerprint) -> Any:
+    raise ModuleNotFoundError("TileLang is not installed")
 
 
 def test_code_for_a_cpu_with_more_is_refused(tmp_path: Path) -> None:
