@@ -1,8 +1,10 @@
-"""Measures one kernel's whole space for one product into a cache, and exports it as a record for replay.
+"""Measures one kernel's whole space for one product, or a chain's, and exports it as a record for replay.
 
     python tools/record_space.py --kernel gram.triton --shape 1x2048x2048x8192 --cache space.sqlite --out gram.json.gz
+    python tools/record_space.py --chain 1x2048x8192 --top 6 --cache tuned.sqlite --out chain.json.gz
 
-Interrupt it at any time; the same command goes on.
+A chain's space: the pieces of its batch × the --top fastest configurations of each product, which the cache must hold
+('dmuon-tune tune --shapes 1x2048x8192 --cache tuned.sqlite'). Interrupt it at any time; the same command goes on.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dmuon_tune.backends.probe import fingerprint, resolve
 from dmuon_tune.cache import Store
 from dmuon_tune.errors import DmuonTuneError, UsageError
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.problem import EPILOGUES, LAYOUTS, Problem
-from dmuon_tune.recipe import default_dtype
+from dmuon_tune.recipe import FORMS, Group, default_dtype
 from dmuon_tune.search import TuneOptions, terminal_progress
-from dmuon_tune.search.record import records
+from dmuon_tune.search.chain_space import ChainSpace, chain_space
+from dmuon_tune.search.record import Record, records
 from dmuon_tune.search.run import Run
 from dmuon_tune.search.schedule import problem_search
 from dmuon_tune.words import counted
@@ -25,10 +27,13 @@ from dmuon_tune.words import counted
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernel", required=True, help="such as gram.triton")
-    parser.add_argument("--shape", required=True, help="batch x m x n x k")
+    parser.add_argument("--kernel", help="such as gram.triton; with --shape")
+    parser.add_argument("--shape", help="batch x m x n x k")
     parser.add_argument("--layout", choices=LAYOUTS, default="row")
     parser.add_argument("--epilogue", default="none", help=f"such as {', '.join(EPILOGUES)}")
+    parser.add_argument("--chain", metavar="GROUP", help="batch x rows x cols, in place of --kernel and --shape")
+    parser.add_argument("--form", choices=FORMS, help="the chain's (default: the fastest by its products' times)")
+    parser.add_argument("--top", type=int, default=6, help="configurations of each of a chain's products (default: 6)")
     parser.add_argument("--dtype", help="default: float16 on a GPU, float32 on a CPU")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--workers", type=int, help="measuring processes")
@@ -41,29 +46,46 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    name = resolve(args.device)
-    device = fingerprint(name)
-    dtype = args.dtype or default_dtype(device.kind)
-    spec = kernel(args.kernel)
-    batch, m, n, k = extents(args.shape)
-    problem = Problem(spec.op, batch, m, n, k, dtype, dtype, args.layout, args.epilogue)
-    options = TuneOptions(device=name, trials=args.limit, budget_s=args.budget, workers=args.workers)
-    with Store.open_user(args.cache) as store:
-        search = problem_search(problem, [spec], device, store, args.limit, 0, "exhaustive")
-        with Run(store, options, terminal_progress()) as run:
-            run.warm([search])
-            run.measure([search])
-        (record, *_) = records(store, lambda other, kernel: (other, kernel) == (problem, spec.name))
-    missing = search.kernels[0].proposer.unseen
+    if bool(args.chain) == bool(args.kernel and args.shape):
+        raise UsageError("give --kernel and --shape of a product, or --chain")
+    options = TuneOptions(device=args.device, trials=args.limit, budget_s=args.budget, workers=args.workers)
+    with Store.open_user(args.cache) as store, Run(store, options, terminal_progress()) as run:
+        record, missing = (record_chain if args.chain else record_product)(args, store, run)
     print(f"{counted(len(record.rows), 'configuration')}, {record.failures} of them failed; {missing} not measured")
     if args.out:
         record.write(args.out)
 
 
-def extents(text: str) -> list[int]:
+def record_product(args: argparse.Namespace, store: Store, run: Run) -> tuple[Record, int]:
+    """The record, and how many configurations it lacks."""
+    dtype, spec = args.dtype or default_dtype(run.device.kind), kernel(args.kernel)
+    batch, m, n, k = extents(args.shape, "batch x m x n x k, such as 1x2048x2048x8192")
+    problem = Problem(spec.op, batch, m, n, k, dtype, dtype, args.layout, args.epilogue)
+    search = problem_search(problem, [spec], run.device, store, args.limit, 0, "exhaustive")
+    run.warm([search])
+    run.measure([search])
+    found = records(store, lambda other, kernel: (other, kernel) == (problem, spec.name))
+    if not found:
+        raise UsageError(f"no configuration of {spec.name} was measured and works; see 'dmuon-tune show --failures'")
+    return found[0], search.kernels[0].proposer.unseen
+
+
+def record_chain(args: argparse.Namespace, store: Store, run: Run) -> tuple[Record, int]:
+    """The record, and how many chains it lacks."""
+    group = Group(*extents(args.chain, "batch x rows x cols, such as 1x2048x8192"))
+    dtype = args.dtype or default_dtype(run.device.kind)
+    space: ChainSpace = chain_space(group, dtype, args.form, args.top, run.device, store)
+    run.time_chains([space])
+    record = space.record(run.device.name)
+    if not any(record.times_us):
+        raise UsageError(f"no chain of {group.label()} was timed and works; see 'dmuon-tune show --chains'")
+    return record, space.size - len(record.rows)
+
+
+def extents(text: str, what: str) -> list[int]:
     parts = text.split("x")
-    if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise UsageError(f"shape {text!r} is not batch x m x n x k, such as 1x2048x2048x8192")
+    if len(parts) != what.count(" x ") + 1 or not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"{text!r} is not {what}")
     return [int(part) for part in parts]
 
 
@@ -72,3 +94,5 @@ if __name__ == "__main__":
         main()
     except DmuonTuneError as error:
         sys.exit(f"record_space: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -44,6 +44,10 @@ def register(commands: Any) -> None:
     how.add_argument(
         "--evaluations", type=options.positive, default=100, metavar="N", help="length of a run (default: 100)"
     )
+    how.add_argument(
+        "--workers", type=options.positive, default=1, metavar="N",
+        help="processes that compile beside the one that times, for the seconds that a search takes (default: 1)",
+    )
     how.add_argument("--plot", metavar="FILE", help="also draw the curves, such as replay.png; needs matplotlib")
     parser.set_defaults(run=run)
 
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     found = _records(args)
     if args.export:
         return _export(found, args.export)
-    curves = replay(found, args.samplers, args.evaluations, args.seeds)
+    curves = replay(found, args.samplers, args.evaluations, args.seeds, args.workers)
     if args.format == "json":
         print_json({"seeds": args.seeds, "curves": [_json(curve) for curve in curves]})
     else:
@@ -126,6 +130,7 @@ def _json(curve: Curve) -> dict[str, Any]:
         "problem": record.problem, "kernel": record.kernel, "device": record.device,
         "configurations": len(record.rows), "failures": record.failures, "best_us": record.best_us,
         "sampler": curve.sampler, f"evaluations_to_{NEAR:.0%}": curve.evaluations_to(NEAR),
+        f"seconds_to_{NEAR:.0%}": curve.seconds_to(NEAR),
         "curve": [
             dict(zip(("evaluations", "median", "p10", "p90"), (mark, *curve.at(mark)), strict=True))
             for mark in range(1, curve.fractions.shape[1] + 1)
@@ -136,14 +141,15 @@ def _json(curve: Curve) -> dict[str, Any]:
 def _print(curves: list[Curve]) -> None:
     from dmuon_tune.search.replay import NEAR
 
-    rows = []
+    rows, has_costs = [], any(curve.seconds is not None for curve in curves)
     for curve in curves:
-        record = curve.record
+        record, seconds = curve.record, curve.seconds_to(NEAR)
         for mark in curve.marks():
             last = mark == curve.fractions.shape[1]
             rows.append([
                 record.problem, record.kernel, len(record.rows), curve.sampler, mark,
                 *(f"{fraction:.3f}" for fraction in curve.at(mark)), curve.evaluations_to(NEAR) if last else None,
+                *([f"{seconds:.1f}" if last and seconds is not None else None] if has_costs else []),
             ])
-    near = f"to_{NEAR:.0%}"
-    say(table(["problem", "kernel", "space", "sampler", "evaluations", "median", "p10", "p90", near], rows))
+    headers = ["problem", "kernel", "space", "sampler", "evaluations", "median", "p10", "p90", f"to_{NEAR:.0%}"]
+    say(table([*headers, *([f"s_to_{NEAR:.0%}"] if has_costs else [])], rows))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -76,16 +77,24 @@ def _measure(job: AnyJob, device: DeviceFingerprint, report: Report, lock: Calla
     try:
         subject, resources = _build(job, device, report)
     except (Exception, SystemExit):
-        return Measurement("compile_error", log=last_traceback())
-    resources = {**resources, "compile_s": round(time.perf_counter() - begin, 3)}
+        return Measurement("compile_error", resources={"compile_s": _since(begin)}, log=last_traceback())
+    resources = {**resources, "compile_s": _since(begin)}
     lock()
     report("phase", "running")
+    begin = time.perf_counter()
     try:
         if isinstance(job, ChainJob):
-            return check_and_time(subject, job, resources)
-        return _verify_and_time(job, subject, resources, device)
+            outcome = check_and_time(subject, job, resources)
+        else:
+            outcome = _verify_and_time(job, subject, resources, device)
     except (Exception, SystemExit):
-        return Measurement("launch_error", resources=resources, log=last_traceback())
+        outcome = Measurement("launch_error", resources=resources, log=last_traceback())
+    return replace(outcome, resources={**outcome.resources, "run_s": _since(begin)})
+
+
+def _since(begin: float) -> float:
+    """Seconds since then, to the millisecond."""
+    return round(time.perf_counter() - begin, 3)
 
 
 def _build(job: Job | ChainJob, device: DeviceFingerprint, report: Report) -> tuple[Any, dict[str, Any]]:

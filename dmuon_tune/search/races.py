@@ -165,7 +165,7 @@ def _placed(race: Race, result: RaceResult) -> list[tuple[Contender, Measurement
         if race.search.planned == 0:
             record["trials"] = race.search.trials
         before = _measurement(contender).resources
-        kept = {name: before[name] for name in ("compile_s",) if name in before}
+        kept: dict[str, Any] = {name: before[name] for name in ("compile_s", "run_s") if name in before}
         resources = {**kept, **measurement.resources, "race": record}
         found.append((contender, replace(measurement, resources=resources)))
     return found

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 
-from .samplers import LegalSpace
+from .samplers import Floats, LegalSpace
 
 FORMAT = 1
 HOW_TO_WRITE = "write one with 'dmuon-tune replay --export FILE'"
@@ -31,7 +32,8 @@ class Record:
     """Everything that was measured of one kernel for one problem on one device.
 
     ``axes``: each axis's values in order; ``rows``: each configuration as places of its values; ``times_us``: its
-    median, None where it failed; ``first``: the kernel's untuned configuration and seeds, as rows' numbers.
+    median, None where it failed; ``first``: the kernel's untuned configuration and seeds, as rows' numbers;
+    ``compile_s`` and ``run_s``: how long it took to compile, and to verify and time, None where nobody knows.
     """
 
     problem: str
@@ -41,6 +43,23 @@ class Record:
     rows: list[list[int]]
     times_us: list[float | None]
     first: list[int]
+    compile_s: list[float | None] = field(default_factory=list)
+    run_s: list[float | None] = field(default_factory=list)
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether it is known how long at least one configuration took."""
+        return any(seconds is not None for seconds in self.run_s)
+
+    def costs_s(self, workers: int) -> Floats:
+        """Seconds that each configuration adds to a run in which so many processes compile beside one that times; the
+        median for one whose process died."""
+        found = [
+            math.nan if compile_s is None else compile_s / workers + (run_s or 0.0)
+            for compile_s, run_s in zip(self.compile_s, self.run_s, strict=True)
+        ]
+        costs = np.array(found, dtype=np.float64)
+        return np.where(np.isnan(costs), np.nanmedian(costs), costs)
 
     @property
     def best_us(self) -> float:
@@ -105,6 +124,7 @@ def _record(key: TuningKey, trials: Sequence[Trial]) -> Record:
     return Record(
         key.problem.label(), key.kernel, key.device.name, axes, rows,
         [_time_us(trial.measurement) for trial in trials], first,
+        *([trial.measurement.resources.get(name) for trial in trials] for name in ("compile_s", "run_s")),
     )
 
 

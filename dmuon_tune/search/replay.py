@@ -21,11 +21,13 @@ PROCESS_EVALUATIONS = 2000  # that make up for a process's start
 
 @dataclass(frozen=True)
 class Curve:
-    """One sampler on one record: ``fractions`` (seeds, evaluations) of the optimum that were reached, 1 at best."""
+    """One sampler on one record: ``fractions`` (seeds, evaluations) of the optimum that were reached, 1 at best, after
+    so many ``seconds``, None where the record does not say how long a configuration takes."""
 
     record: Record
     sampler: str
     fractions: Floats
+    seconds: Floats | None = None
 
     def at(self, evaluations: int) -> tuple[float, float, float]:
         """Median, 10th and 90th percentile over the seeds."""
@@ -42,40 +44,62 @@ class Curve:
         reached = np.flatnonzero(np.median(self.fractions, axis=0) >= fraction)
         return int(reached[0]) + 1 if len(reached) else None
 
+    def seconds_to(self, fraction: float) -> float | None:
+        """After how many seconds half of the seeds have reached it, None where they don't, or nobody knows."""
+        if self.seconds is None:
+            return None
+        found = [
+            seconds[np.argmax(fractions >= fraction)] if fractions[-1] >= fraction else np.inf
+            for fractions, seconds in zip(self.fractions, self.seconds, strict=True)
+        ]
+        middle = float(np.median(found))
+        return middle if np.isfinite(middle) else None
 
-def replay(records: Sequence[Record], names: Sequence[str], evaluations: int, seeds: int) -> list[Curve]:
-    """Each sampler of ``names`` on each record, with the seeds 0, 1, …; UsageError for an unknown name.
+
+def replay(
+    records: Sequence[Record], names: Sequence[str], evaluations: int, seeds: int, workers: int = 1
+) -> list[Curve]:
+    """Each sampler of ``names`` on each record, with the seeds 0, 1, …, a blind one once and to the end, in seconds as
+    if so many ``workers`` compiled beside each other; UsageError for an unknown name.
 
     Long replays run on all processors; equal arguments give equal curves.
     """
-    for name in names:
-        sampler_type(name)
+    is_blind = {name: sampler_type(name).is_blind for name in names}
     tasks = [
-        (record, name, min(evaluations, len(record.rows)), seed)
-        for record in records for name in names for seed in range(seeds)
+        (record, name, len(record.rows) if is_blind[name] else min(evaluations, len(record.rows)), seed)
+        for record in records for name in names for seed in range(1 if is_blind[name] else seeds)
     ]
-    workers = min(len(os.sched_getaffinity(0)), len(tasks) * evaluations // PROCESS_EVALUATIONS)
-    if workers > 1:
-        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    processes = min(len(os.sched_getaffinity(0)), len(tasks) * evaluations // PROCESS_EVALUATIONS)
+    if processes > 1:
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
             runs = iter(list(pool.map(_run, tasks)))
     else:
         runs = map(_run, tasks)
     return [
-        Curve(record, name, np.array([next(runs) for _ in range(seeds)]))
+        _curve(record, name, [next(runs) for _ in range(1 if is_blind[name] else seeds)], workers)
         for record in records for name in names
     ]
 
 
-def _run(task: tuple[Record, str, int, int]) -> list[float]:
+def _curve(record: Record, name: str, runs: Sequence[tuple[list[float], list[int]]], workers: int) -> Curve:
+    fractions = np.array([reached for reached, _ in runs])
+    if not record.has_costs:
+        return Curve(record, name, fractions)
+    rows = np.array([rows for _, rows in runs])
+    return Curve(record, name, fractions, np.cumsum(record.costs_s(workers)[rows], axis=1))
+
+
+def _run(task: tuple[Record, str, int, int]) -> tuple[list[float], list[int]]:
     return run(*task)
 
 
-def run(record: Record, name: str, evaluations: int, seed: int) -> list[float]:
-    """The fraction of the optimum that one sampler has reached after each evaluation; 0 before the first ok one."""
+def run(record: Record, name: str, evaluations: int, seed: int) -> tuple[list[float], list[int]]:
+    """The fraction of the optimum that one sampler has reached after each evaluation, 0 before the first ok one, and
+    the rows that it evaluated."""
     space = record.legal_space()
     picks = sampler_type(name)(space, seed, record.first)
     is_unseen = np.ones(len(space), dtype=bool)
-    best_us, reached = np.inf, []
+    best_us, reached, rows = np.inf, [], []
     for _ in range(evaluations):
         row = picks.pick(np.flatnonzero(is_unseen))
         is_unseen[row] = False
@@ -83,7 +107,8 @@ def run(record: Record, name: str, evaluations: int, seed: int) -> list[float]:
         picks.observe(row, time_us)
         best_us = min(best_us, np.inf if time_us is None else time_us)
         reached.append(float(record.best_us / best_us))
-    return reached
+        rows.append(int(row))
+    return reached, rows
 
 
 def plot(curves: Sequence[Curve], path: str, plt: Any) -> None:

@@ -53,7 +53,7 @@ def test_equal_arguments_give_equal_curves_whatever_process_runs_them(
 ) -> None:
     monkeypatch.setattr("dmuon_tune.search.replay.PROCESS_EVALUATIONS", 20)
     (curve,) = replay([synthetic], ["combined"], 25, 2)
-    assert curve.fractions.tolist() == [run(synthetic, "combined", 25, seed) for seed in (0, 1)]
+    assert curve.fractions.tolist() == [run(synthetic, "combined", 25, seed)[0] for seed in (0, 1)]
 
 
 class Watched(Sampler):
@@ -73,12 +73,27 @@ class Watched(Sampler):
 def test_a_run_sees_recorded_configurations_alone_and_their_recorded_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(samplers(), "watched", Watched)
     record = Record("p", "k", "d", {"a": [1, 2, 4], "b": [0, 1]}, [[0, 1], [2, 0], [1, 1]], [8.0, None, 2.0], [1])
-    assert run(record, "watched", 3, 0) == [1.0, 1.0, 1.0]
+    assert run(record, "watched", 3, 0) == ([1.0, 1.0, 1.0], [2, 1, 0])
     (sampler,) = Watched.made
     assert sampler.space.indices.tolist() == record.rows and sampler.first == (1,)
     assert sampler.times_us == {2: 2.0, 1: None, 0: 8.0}
     shuffled = replace(record, times_us=[8.0, 2.0, None])
-    assert run(shuffled, "watched", 3, 0) == [0.0, 1.0, 1.0]
+    assert run(shuffled, "watched", 3, 0) == ([0.0, 1.0, 1.0], [2, 1, 0])
+
+
+def test_an_enumeration_goes_through_the_grid_and_a_replay_says_how_long_it_takes() -> None:
+    axes = {"a": [1, 2, 4], "b": [0, 1]}
+    rows, times_us = [[2, 1], [0, 1], [1, 0], [0, 0], [2, 0]], [8.0, 4.0, 16.0, None, 4.1]
+    record = Record("p", "k", "d", axes, rows, times_us, [], [4.0, 8.0, 2.0, 6.0, None], [1.0, 1.0, 1.0, None, 1.0])
+    (curve,) = replay([record], ["enumeration"], 2, 9, workers=2)
+    assert run(record, "enumeration", 5, 0)[1] == [3, 1, 2, 4, 0]
+    assert curve.fractions.tolist() == [[0.0, 1.0, 1.0, 1.0, 1.0]], "once, and to the end"
+    assert curve.seconds is not None and curve.seconds.tolist() == [[3.0, 8.0, 10.0, 13.0, 16.0]]
+    assert (curve.evaluations_to(0.97), curve.seconds_to(0.97)) == (2, 8.0)
+    (random,) = replay([replace(record, run_s=[None] * 5)], ["random"], 1, 4)
+    assert random.fractions.shape == (4, 1) and random.seconds is random.seconds_to(0.97) is None
+    half = replace(curve, fractions=np.array([[0.5, 1.0], [0.5, 0.5], [1.0, 1.0]]), seconds=np.ones((3, 2)))
+    assert half.seconds_to(0.97) == 1.0 and replace(half, fractions=half.fractions * 0.9).seconds_to(0.97) is None
 
 
 def test_a_caches_trials_become_a_record_and_a_file_of_it_the_same(tmp_path: Path) -> None:

@@ -44,11 +44,13 @@ class Sampler:
 
     Configurations are rows of ``space``. ``first`` are the likeliest rows, best first, for a sampler that uses such
     knowledge. Equal seeds and outcomes give equal picks. ``times_us`` are the rows' times in the order of observation,
-    None of those that failed; ``pending`` were picked and are under way.
+    None of those that failed; ``pending`` were picked and are under way. A sampler that ``is_blind`` costs nothing to
+    replay to its space's end: its picks depend on no outcome and no chance.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    is_blind: ClassVar[bool] = False
 
     def __init__(self, space: LegalSpace, seed: int, first: Sequence[int] = ()) -> None:
         self.space, self.first = space, tuple(first)

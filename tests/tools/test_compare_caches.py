@@ -1,0 +1,50 @@
+"""Two caches compared: the same winners, close ones and others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.cache import Store
+from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC, DEVICE = kernel("gram.tilelang"), fingerprint("cpu")
+
+
+def cache(path: Path, times_us: dict[int, dict[int, float]]) -> str:
+    """A cache of made-up times: order m → configuration's place → microseconds."""
+    with Store.open(path) as store:
+        for m, of_place in times_us.items():
+            problem = Problem("gram", 1, m, m, 64, "float32", "float32")
+            legal = SPEC.legal_space(problem, DEVICE)
+            for place, median_us in of_place.items():
+                found = Measurement.from_samples([median_us], 0.0, {})
+                store.record(tuning_key(SPEC, problem, DEVICE), dict(vars(legal[place])), found, {})
+    return str(path)
+
+
+def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "compare_caches.py"), *arguments], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_winners_are_the_same_or_so_far_apart(tmp_path: Path) -> None:
+    first = cache(tmp_path / "a.sqlite", {64: {0: 10.0, 1: 30.0}, 96: {0: 10.0, 1: 10.3}, 128: {0: 9.0}, 160: {0: 1.0}})
+    second = cache(tmp_path / "b.sqlite", {64: {0: 12.0, 1: 30.0}, 96: {0: 10.3, 1: 10.0}, 128: {1: 9.9}})
+    done = compare(first, second)
+    apart = {line.split()[1]: line.split()[-1] for line in done.stdout.splitlines()[1:]}
+    assert apart == {"1x64x64x64": "same", "1x96x96x64": "3.00%", "1x128x128x64": "10.00%"}
+    assert done.returncode == 1 and "3 problems in both caches, 1 in one alone: 1 with the same winner" in done.stderr
+    assert "2 with winners more than 1% apart" in done.stderr
+    assert compare(first, second, "--within", "0.11").returncode == 0
+    missing = compare(first, "nowhere.sqlite")
+    assert missing.returncode == 1 and missing.stderr.startswith("compare_caches: no cache at")

@@ -1,0 +1,95 @@
+"""Says whether two tunings chose alike: each problem's winner in either cache, and how far apart their times are.
+
+    dmuon-tune tune --preset qwen2.5-7b --cache a.sqlite
+    dmuon-tune tune --preset qwen2.5-7b --cache b.sqlite
+    python tools/compare_caches.py a.sqlite b.sqlite
+
+Where one run measured both winners, what counts is how much slower the other run's winner was there; else the ratio of
+the two runs' times. Exits with 1 where winners differ by more than --within, or none is common.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+
+from dmuon_tune.cache import CacheEntry, Store
+from dmuon_tune.cli.output import config_text, microseconds, say, table
+from dmuon_tune.errors import DmuonTuneError
+from dmuon_tune.measure.standing import winners
+from dmuon_tune.problem import Problem
+from dmuon_tune.words import counted
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """One cache's winners, and every time that it holds, by key and configuration."""
+
+    winners: dict[Problem, CacheEntry]
+    times_us: dict[tuple[str, str], float]
+
+    @classmethod
+    def read(cls, path: str) -> Tuning:
+        with Store.open(path, read_only=True) as store:
+            found = winners([("", entry) for entry in store.entries()])
+            times_us = {
+                (trial.key_sha256, config_text(trial.config)): trial.measurement.median_us
+                for _, trial in store.all_trials()
+                if trial.measurement.median_us is not None
+            }
+        return cls({each.entry.key.problem: each.entry for each in found if each.stale is None}, times_us)
+
+    def time_us(self, entry: CacheEntry) -> float | None:
+        """What an entry of any run took here, None where it was not measured."""
+        return self.times_us.get((entry.key.sha256, config_text(entry.config)))
+
+
+def apart(first: Tuning, second: Tuning, problem: Problem) -> float:
+    """How far apart two winners are: 0 where they are the same."""
+    a, b = first.winners[problem], second.winners[problem]
+    if (a.key, a.config) == (b.key, b.config):
+        return 0.0
+    a_us, b_us = a.measurement.median_us or math.inf, b.measurement.median_us or math.inf
+    pairs = [(first.time_us(b), a_us), (second.time_us(a), b_us)]
+    ratios = [max(1.0, others_us / own_us) for others_us, own_us in pairs if others_us is not None]
+    if ratios:
+        return sum(ratios) / len(ratios) - 1
+    return max(a_us, b_us) / min(a_us, b_us) - 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first")
+    parser.add_argument("second")
+    parser.add_argument("--within", type=float, default=0.01, help="of each other's time (default: 0.01)")
+    args = parser.parse_args()
+    first, second = Tuning.read(args.first), Tuning.read(args.second)
+    common = [problem for problem in first.winners if problem in second.winners]
+    rows, far = [], 0
+    for problem in common:
+        distance = apart(first, second, problem)
+        far += distance > args.within
+        cells = [
+            cell
+            for found in (first.winners[problem], second.winners[problem])
+            for cell in (f"{found.key.kernel} {config_text(found.config)}", microseconds(found.measurement.median_us))
+        ]
+        rows.append([problem.label(), *cells, "same" if distance == 0 else f"{distance:.2%}"])
+    say(table(["problem", "first", "us", "second", "us", "apart"], rows))
+    alone = len({*first.winners, *second.winners}) - len(common)
+    same = sum(row[-1] == "same" for row in rows)
+    print(
+        f"{counted(len(common), 'problem')} in both caches, {alone} in one alone: {same} with the same winner, {far} "
+        f"with winners more than {args.within:.0%} apart",
+        file=sys.stderr,
+    )
+    return 1 if far or not common else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except DmuonTuneError as error:
+        sys.exit(f"compare_caches: {error}")
