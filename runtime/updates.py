@@ -39,8 +39,10 @@ def learning_rate(given: float | Tensor) -> float | Tensor:
 
 def move(weights: Sequence[Tensor], polars: Tensor, rates: Sequence[Rate]) -> None:
     """Update weights by their polar factors, (batch, rows, cols) of the weights' dtype, each at its rate."""
-    for rate in dict.fromkeys(rates):
-        places = [place for place, other in enumerate(rates) if other is rate or other == rate]
+    at: dict[Rate, list[int]] = {}  # hashed by its lr's identity where that is a tensor: none is compared
+    for place, rate in enumerate(rates):
+        at.setdefault(rate, []).append(place)
+    for rate, places in at.items():
         some = [weights[place] for place in places]
         polar = polars if len(places) == len(polars) else polars[places]
         old = torch.stack(some)
