@@ -44,10 +44,11 @@ def move(weights: Sequence[Tensor], polars: Tensor, rates: Sequence[Rate]) -> No
         at.setdefault(rate, []).append(place)
     for rate, places in at.items():
         some = [weights[place] for place in places]
-        polar = polars if len(places) == len(polars) else polars[places]
+        polar = polars if len(places) == len(polars) else torch.stack([polars[place] for place in places])
         old = torch.stack(some)
         new = old * (1 - rate.lr * rate.weight_decay)
         if rate.cautious:
-            new = torch.where(polar * old * rate.factor >= 0, new, old)
+            # Of signs: in fp16 the product of small entries would be 0, and so of either sign.
+            new = torch.where(polar.sign() * old.sign() * rate.factor >= 0, new, old)
         new -= polar * (rate.lr * rate.factor)
         torch._foreach_copy_(some, new.unbind())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dmuon_tune.errors import UsageError
 from dmuon_tune.runtime import Muon, Split
+from dmuon_tune.runtime.updates import Rate, move
 
 from .reference import JORDAN, SCALE, gaussian, orthogonalized, reference, run
 
@@ -95,8 +96,6 @@ def test_an_average_follows_a_schedule_of_mu(nesterov: bool) -> None:
 
 def test_the_learning_rate_of_a_device_is_not_read() -> None:
     """The way of a tensor that lies on a device gives what the number gives."""
-    from dmuon_tune.runtime.updates import Rate, move
-
     polars = gaussian(3, 6, 10, seed=9)
     for cautious in (False, True):
         one, other = parameters([(6, 10)] * 3), parameters([(6, 10)] * 3)
@@ -109,6 +108,15 @@ def test_the_learning_rate_of_a_device_is_not_read() -> None:
             old = gaussian(6, 10, seed=i)
             mask = (polars[i] * old >= 0) if cautious else torch.ones(6, 10)
             torch.testing.assert_close(a.detach(), old - 0.05 * old * mask - 0.2 * polars[i])
+
+
+def test_cautious_decay_sees_the_sign_of_entries_however_small() -> None:
+    weight = nn.Parameter(torch.full((2, 4), 1e-4, dtype=torch.float16))
+    polars = torch.tensor([[1e-4, -1e-4, 1e-4, -1e-4]] * 2, dtype=torch.float16)[None]
+    with torch.no_grad():
+        move([weight], polars, [Rate(1.0, 0.5, 2.0**-6, True)])
+    expected = torch.tensor([0.5e-4, 1e-4, 0.5e-4, 1e-4]) - 2.0**-6 * polars[0, 0].float()
+    torch.testing.assert_close(weight[0].detach().float(), expected, rtol=2e-3, atol=6e-8)
 
 
 def one_step(shapes: list[tuple[int, ...]], scale_by: float = 1.0, **options: Any) -> list[Tensor]:
