@@ -122,41 +122,21 @@ class SymmetricEpilogue:
     def _store_chunk(
         self, acc, chunk_mma, shared, d_atom, d_tma, d, scalars, group, buffer, phase, top, left, batch, thread
     ):
-        raw, barriers = shared
-        alpha, beta, gamma = scalars
+        raw, _ = shared
+        _, _, gamma = scalars
         leader = thread // 32 == 0
-        held = cute.make_rmem_tensor(acc.shape, self.dtype)
-        coordinates = chunk_mma.get_slice(thread).partition_C(cute.make_identity_tensor((CHUNK, CHUNK)))
-        if cutlass.const_expr(self.has_c):
-            cute.arch.mbarrier_wait(barriers + buffer, phase)
-            self._take_c(held, raw, 2 * buffer, thread)
-        for v in cutlass.range_constexpr(VALUES):
-            value = alpha * acc[v]
-            if cutlass.const_expr(self.has_c):
-                value = value + beta * held[v].to(Float32)
-            acc[v] = value
+        coordinates = self._coordinates(chunk_mma, thread)
+        self._scale(acc, shared, scalars, buffer, phase, thread)
         if cutlass.const_expr(self.has_identity):
             if top == left:
-                for v in cutlass.range_constexpr(VALUES):
-                    acc[v] = acc[v] + (gamma if coordinates[v][0] == coordinates[v][1] else Float32(0.0))
-        rounded = cute.make_rmem_tensor(acc.shape, self.out_dtype)
-        rounded.store(acc.load().to(self.out_dtype))
-
+                self._add_identity(acc, coordinates, gamma)
+        rounded = self._rounded(acc)
         if cutlass.const_expr(not self.has_c):
             if cutlass.const_expr(self.tma_rows):
                 if leader:
                     cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
             self._sync(group)  # the buffer's chunk before has left, as C's arrival says where there is one
-        for transposed in cutlass.range_constexpr(2):
-            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed == 1, 4), self.out_dtype)
-            write = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, chunk_mma))
-            to = write.get_slice(thread).partition_D(self._chunks(raw, self.out_dtype, transposed == 1))
-            source = write.retile(rounded)
-            for part in cutlass.range_constexpr(cute.size(to, mode=[2])):
-                cute.copy(write, source[((None, part), 0, 0)], to[(None, 0, part, 2 * buffer + transposed)])
-        if top == left:
-            self._sync(group)
-            self._merge(raw, buffer, thread)
+        self._fill(rounded, chunk_mma, raw, group, buffer, top, left, thread)
         if cutlass.const_expr(self.tma_rows):
             cute.arch.fence_proxy("async.shared", space="cta")
             self._sync(group)
@@ -167,6 +147,51 @@ class SymmetricEpilogue:
             self._write(raw, d, 2 * buffer, top, left, batch, thread)
             if top != left:
                 self._write(raw, d, 2 * buffer + 1, left, top, batch, thread)
+
+    @cute.jit
+    def _scale(self, acc, shared, scalars, buffer, phase, thread):
+        """acc ← α·acc + β·C, C taken from the chunk's buffer once it has come."""
+        raw, barriers = shared
+        alpha, beta, _ = scalars
+        held = cute.make_rmem_tensor(acc.shape, self.dtype)
+        if cutlass.const_expr(self.has_c):
+            cute.arch.mbarrier_wait(barriers + buffer, phase)
+            self._take_c(held, raw, 2 * buffer, thread)
+        for v in cutlass.range_constexpr(VALUES):
+            value = alpha * acc[v]
+            if cutlass.const_expr(self.has_c):
+                value = value + beta * held[v].to(Float32)
+            acc[v] = value
+
+    def _coordinates(self, chunk_mma, thread):
+        """Row and column in a chunk of each of a thread's values."""
+        return chunk_mma.get_slice(thread).partition_C(cute.make_identity_tensor((CHUNK, CHUNK)))
+
+    @cute.jit
+    def _add_identity(self, acc, coordinates, gamma):
+        """acc ← acc + γ·I, in a chunk on the diagonal."""
+        for v in cutlass.range_constexpr(VALUES):
+            acc[v] = acc[v] + (gamma if coordinates[v][0] == coordinates[v][1] else Float32(0.0))
+
+    def _rounded(self, acc):
+        """A chunk's values in D's dtype."""
+        rounded = cute.make_rmem_tensor(acc.shape, self.out_dtype)
+        rounded.store(acc.load().to(self.out_dtype))
+        return rounded
+
+    @cute.jit
+    def _fill(self, rounded, chunk_mma, raw, group, buffer, top, left, thread):
+        """A chunk into its buffer, its mirror image into the one beside; on the diagonal the two are merged."""
+        for transposed in cutlass.range_constexpr(2):
+            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed == 1, 4), self.out_dtype)
+            write = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, chunk_mma))
+            to = write.get_slice(thread).partition_D(self._chunks(raw, self.out_dtype, transposed == 1))
+            source = write.retile(rounded)
+            for part in cutlass.range_constexpr(cute.size(to, mode=[2])):
+                cute.copy(write, source[((None, part), 0, 0)], to[(None, 0, part, 2 * buffer + transposed)])
+        if top == left:
+            self._sync(group)
+            self._merge(raw, buffer, thread)
 
     def _sync(self, group):
         """All threads of one warpgroup."""

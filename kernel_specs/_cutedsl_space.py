@@ -102,10 +102,10 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
 
 
 def illegality(problem: Problem, config: SymmetricConfig, device: DeviceFingerprint) -> str | None:
-    return _block_limits(config, device) or _schedule_limits(problem, config, device)
+    return block_limits(config, device) or _schedule_limits(problem, config, device)
 
 
-def _block_limits(config: SymmetricConfig, device: DeviceFingerprint) -> str | None:
+def block_limits(config: SymmetricConfig, device: DeviceFingerprint) -> str | None:
     """What a block of this shape cannot be, whatever it multiplies."""
     if config.pingpong and config.warpgroups != 2:
         return f"warpgroups take turns in pairs, not {config.warpgroups}"

@@ -95,35 +95,21 @@ class SymmetricProduct(SumExchange):
 
     @cute.jit
     def _launch(self, a, b, c, d, alpha, beta, gamma, stream):
-        (tile_m, tile_n), tile_k = self.tile, self.tile_k
         strides = (self.k, 1, self.m * self.k) if self.row_major else (1, self.m, self.m * self.k)
         operand = cute.make_layout((self.m, self.k, self.batch), stride=strides)
         major = LayoutEnum.ROW_MAJOR if self.row_major else LayoutEnum.COL_MAJOR
-        a_smem = _operand_layout(major, (tile_m, tile_k), self.dtype, self.stages)
-        b_smem = _operand_layout(major, (tile_n, tile_k), self.dtype, self.stages)
-        mode = major.sm90_mma_major_mode()
-        tiled_mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, mode, mode, Float32, (self.tile_warpgroups, 1, 1), tiler_mn=(64, tile_n)
-        )
-        chunk_mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, mode, mode, Float32, (1, 1, 1), tiler_mn=(CHUNK, CHUNK)
-        )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        share = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
+        rings = self._rings(major)
+        tiled_mma, chunk_mma = self._mmas(major.sm90_mma_major_mode())
         a_view, b_view = cute.make_tensor(a.iterator, operand), cute.make_tensor(b.iterator, operand)
-        a_atom, a_tma = cpasync.make_tiled_tma_atom(
-            load, a_view, cute.slice_(a_smem, (None, None, 0)), (tile_m, tile_k)
-        )
-        b_atom, b_tma = cpasync.make_tiled_tma_atom(
-            share, b_view, cute.slice_(b_smem, (None, None, 0)), (tile_n, tile_k), num_multicast=self.cluster
-        )
-        c_atom, c_tma = self._chunk_copy(load, c, self.dtype) if self.has_c else (None, None)
+        operands = self._operand_copies(a_view, b_view, rings)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        c_atom, c_tma = self._chunk_copy(load, self._view(c, self.batch), self.dtype) if self.has_c else (None, None)
         self.swizzle = self._chunk_layout(self.out_dtype).inner
         store = cpasync.CopyBulkTensorTileS2GOp()
-        d_atom, d_tma = self._chunk_copy(store, d, self.out_dtype) if self.tma_rows else (None, None)
+        d_view = self._view(d, self.batch)
+        d_atom, d_tma = self._chunk_copy(store, d_view, self.out_dtype) if self.tma_rows else (None, None)
         self._kernel(
-            a_atom, a_tma, b_atom, b_tma, c_atom, c_tma, d_atom, d_tma, d, alpha, beta, gamma, tiled_mma, chunk_mma,
-            a_smem, b_smem,
+            *operands, c_atom, c_tma, d_atom, d_tma, d, alpha, beta, gamma, tiled_mma, chunk_mma, *rings
         ).launch(
             grid=[self.clusters * self.blocks_together, 1, 1],
             block=[self.threads, 1, 1],
@@ -135,11 +121,39 @@ class SymmetricProduct(SumExchange):
             stream=stream,
         )
 
-    def _chunk_copy(self, op, tensor, dtype):
+    def _rings(self, major):
+        """Shared memory of A's and of B's stages."""
+        return tuple(_operand_layout(major, (rows, self.tile_k), self.dtype, self.stages) for rows in self.tile)
+
+    def _operand_copies(self, a_view, b_view, rings):
+        """TMA of A's tiles and of B's, which a cluster shares by multicast."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        share = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
+        a_smem, b_smem = (cute.slice_(ring, (None, None, 0)) for ring in rings)
+        return (
+            *cpasync.make_tiled_tma_atom(load, a_view, a_smem, (self.tile[0], self.tile_k)),
+            *cpasync.make_tiled_tma_atom(
+                share, b_view, b_smem, (self.tile[1], self.tile_k), num_multicast=self.cluster
+            ),
+        )
+
+    def _mmas(self, mode):
+        """The products of a tile, and how those of one chunk lie in a warpgroup's registers."""
+        return tuple(
+            hopper.make_trivial_tiled_mma(
+                self.dtype, self.dtype, mode, mode, Float32, (warpgroups, 1, 1), tiler_mn=(rows, cols)
+            )
+            for warpgroups, rows, cols in ((self.tile_warpgroups, 64, self.tile[1]), (1, CHUNK, CHUNK))
+        )
+
+    def _chunk_copy(self, op, view, dtype):
         """TMA between one chunk in shared memory and its place in C or D."""
-        layout = cute.make_layout((self.m, self.m, self.batch), stride=(self.m, 1, self.m * self.m))
-        view = cute.make_tensor(tensor.iterator, layout)
         return cpasync.make_tiled_tma_atom(op, view, self._chunk_layout(dtype), (CHUNK, CHUNK))
+
+    def _view(self, tensor, matrices: int):
+        """So many m×m matrices one after another."""
+        layout = cute.make_layout((self.m, self.m, matrices), stride=(self.m, 1, self.m * self.m))
+        return cute.make_tensor(tensor.iterator, layout)
 
     def _chunk_layout(self, dtype):
         return cute.slice_(_operand_layout(LayoutEnum.ROW_MAJOR, (CHUNK, CHUNK), dtype, 1), (None, None, 0))
@@ -175,6 +189,27 @@ class SymmetricProduct(SumExchange):
             if cutlass.const_expr(self.tma_rows):
                 cpasync.prefetch_descriptor(d_atom)
 
+        sa, sb, chunks, c_barriers, ring = self._shared_memory(a_smem, b_smem, thread)
+        # Launched while the previous kernel of the stream drains: no global memory before this point.
+        cute.arch.griddepcontrol_wait()
+
+        shared, scalars = (chunks, c_barriers), (alpha, beta, gamma)
+        if warp_index >= producer_warp:
+            if cutlass.const_expr(self.registers is not None):
+                cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp_index == producer_warp:
+                self._produce(ring, a_atom, a_tma, sa, b_atom, b_tma, sb)
+            elif warp_index <= producer_warp + self.warpgroups:
+                if cutlass.const_expr(self.has_c):
+                    self._bring_c(c_atom, c_tma, shared, warp_index - producer_warp - 1)
+        else:
+            if cutlass.const_expr(self.registers is not None):
+                cute.arch.setmaxregister_increase(self.registers[1])
+            self._consume(ring, tiled_mma, chunk_mma, sa, sb, shared, d_atom, d_tma, d, scalars, thread)
+
+    @cute.jit
+    def _shared_memory(self, a_smem, b_smem, thread):
+        """The operands' ring, the chunks and all barriers, which every thread of the cluster may use from here on."""
         smem = SmemAllocator()
         sa = smem.allocate_tensor(self.dtype, a_smem.outer, byte_alignment=1024, swizzle=a_smem.inner)
         sb = smem.allocate_tensor(self.dtype, b_smem.outer, byte_alignment=1024, swizzle=b_smem.inner)
@@ -203,37 +238,14 @@ class SymmetricProduct(SumExchange):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        # Launched while the previous kernel of the stream drains: no global memory before this point.
-        cute.arch.griddepcontrol_wait()
-
-        shared, scalars = (chunks, c_barriers), (alpha, beta, gamma)
-        if warp_index >= producer_warp:
-            if cutlass.const_expr(self.registers is not None):
-                cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp_index == producer_warp:
-                self._produce(ring, a_atom, a_tma, sa, b_atom, b_tma, sb)
-            elif warp_index <= producer_warp + self.warpgroups:
-                if cutlass.const_expr(self.has_c):
-                    self._bring_c(c_atom, c_tma, shared, warp_index - producer_warp - 1)
-        else:
-            if cutlass.const_expr(self.registers is not None):
-                cute.arch.setmaxregister_increase(self.registers[1])
-            self._consume(ring, tiled_mma, chunk_mma, sa, sb, shared, d_atom, d_tma, d, scalars, thread)
+        return sa, sb, chunks, c_barriers, ring
 
     @cute.jit
     def _produce(self, ring, a_atom, a_tma, sa, b_atom, b_tma, sb):
-        (tile_m, tile_n), tile_k = self.tile, self.tile_k
         _, rank = self._place_in_cluster()
         index = self._first_tile(0)
-        ga = cute.local_tile(a_tma, (tile_m, tile_k), (None, None, None))
-        gb = cute.local_tile(b_tma, (tile_n, tile_k), (None, None, None))
-        one, sharers = cute.make_layout(1), cute.make_layout(self.cluster)
-        part = rank if cutlass.const_expr(self.cluster > 1) else 0
-        mask = cutlass.Int16((1 << self.cluster) - 1) if cutlass.const_expr(self.cluster > 1) else None
-        a_to, a_from = cpasync.tma_partition(a_atom, 0, one, cute.group_modes(sa, 0, 2), cute.group_modes(ga, 0, 2))
-        b_to, b_from = cpasync.tma_partition(
-            b_atom, part, sharers, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
-        )
+        a_to, a_from, b_to, b_from = self._tiles(a_atom, a_tma, sa, b_atom, b_tma, sb)
+        mask = self._sharers()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         while index < self.total:
             batch, row, col = self._block_tile(index, rank)
@@ -254,6 +266,24 @@ class SymmetricProduct(SumExchange):
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.cluster > 1):
             ring.producer_tail(state)  # the other block still signals to this one's barriers
+
+    @cute.jit
+    def _tiles(self, a_atom, a_tma, sa, b_atom, b_tma, sb):
+        """Shared and global side of the operands' TMA: A's stages and tiles, then B's (or the block's part of them)."""
+        _, rank = self._place_in_cluster()
+        ga = cute.local_tile(a_tma, (self.tile[0], self.tile_k), (None, None, None))
+        gb = cute.local_tile(b_tma, (self.tile[1], self.tile_k), (None, None, None))
+        one, sharers = cute.make_layout(1), cute.make_layout(self.cluster)
+        part = rank if cutlass.const_expr(self.cluster > 1) else 0
+        a_to, a_from = cpasync.tma_partition(a_atom, 0, one, cute.group_modes(sa, 0, 2), cute.group_modes(ga, 0, 2))
+        b_to, b_from = cpasync.tma_partition(
+            b_atom, part, sharers, cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
+        )
+        return a_to, a_from, b_to, b_from
+
+    def _sharers(self):
+        """Mask of the blocks that a multicast reaches."""
+        return cutlass.Int16((1 << self.cluster) - 1) if self.cluster > 1 else None
 
     @cute.jit
     def _bring_c(self, c_atom, c_tma, shared, group):
@@ -323,8 +353,11 @@ class SymmetricProduct(SumExchange):
         cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + group, number_of_threads=256)
 
     @cute.jit
-    def _multiply(self, ring, tiled_mma, ra, rb, acc, done, k_tiles):
-        """acc ← A·Bᵀ over the block's part of k, all stages but the last released, the last products in flight."""
+    def _multiply(self, ring, tiled_mma, ra, rb, acc, done, k_tiles, kept=None):
+        """acc ← A·Bᵀ over the block's part of k, the last products in flight, all stages but the last ones released.
+
+        ``kept`` says how many of them are not: one where it is None.
+        """
         blocks = cute.size(ra, mode=[2])
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)  # zeros written by threads would serialize the products
         read, release = self._stage(done), self._stage(done)
@@ -336,7 +369,7 @@ class SymmetricProduct(SumExchange):
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         read.advance()
-        for _ in cutlass.range(1, k_tiles, unroll=1):
+        for k_tile in cutlass.range(1, k_tiles, unroll=1):
             ring.consumer_wait(read)
             warpgroup.fence()
             for block in cutlass.range_constexpr(blocks):
@@ -344,8 +377,13 @@ class SymmetricProduct(SumExchange):
                 cute.gemm(tiled_mma, acc, ra[at], rb[at], acc)
             warpgroup.commit_group()
             warpgroup.wait_group(1)  # the previous stage's products are done, so its buffer is free
-            ring.consumer_release(release)
-            release.advance()
+            if cutlass.const_expr(kept is None):
+                ring.consumer_release(release)
+                release.advance()
+            else:
+                if k_tile <= k_tiles - kept:
+                    ring.consumer_release(release)
+                    release.advance()
             read.advance()
 
 

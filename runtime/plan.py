@@ -34,7 +34,9 @@ ON_MISS_VARIABLE = "DMUON_TUNE_ON_MISS"
 # Between forms of equal FLOPs: whole chains took 2057 µs in the Gram form and 2176 in the plain one at 1×4096×4096,
 # 7719 and 7388 at 56×1536×1536 (H200, 2026-11-30).
 GRAM_FROM_M = 4096
-SPAN_TO_M = 1024  # up to this order the Gram form's steps run a span a launch, where an untuned kernel has that
+# Up to here, in batch·m³, the Gram form's steps run a span a launch where an untuned kernel has that: 1×1536 and 32×512
+# gained 18 and 8 %, 24×768 and 16×1024 (H200, 2026-11-30, docs/span.md) lost 4 and 20 %.
+SPAN_TO_CUBES = 6 * 10**9
 POLICIES = ("heuristic", "nearest", "tune", "error")
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -236,7 +238,8 @@ def _cheaper_form(resolver: Resolver, recipe: Recipe) -> Form:
 def _in_spans(resolver: Resolver, recipe: Recipe) -> bool:
     """Whether the Gram form runs by spans: fewer launches, and products between which nothing leaves the L2."""
     spans = [problem for problem in recipe.products() if problem.op == "gram_span"]
-    return recipe.group.m <= SPAN_TO_M and all(map(resolver.untuned_fused, spans))
+    small_enough = recipe.group.batch * recipe.group.m**3 <= SPAN_TO_CUBES
+    return small_enough and all(map(resolver.untuned_fused, spans))
 
 
 def _bind(resolver: Resolver, layer: str, recipe: Recipe) -> GroupPlan:
