@@ -120,10 +120,12 @@ def check_group(group: dict[str, Any], index: int) -> None:
 def check_options(group: Mapping[str, Any], where: str, wait: bool) -> None:
     """UsageError for an option that cannot be used; ``where`` stands in front of its name.
 
-    Numbers on a device are looked at only where the caller will ``wait`` for it.
+    Without ``wait``, at each step, a number on a device is not read, and a learning rate may be below 0, where
+    schedules' rounding can leave it.
     """
     if not wait:
         group = {name: 0.0 if _on_device(value) else value for name, value in group.items()}
+        group["lr"] = abs(group["lr"]) if checks.is_number(group["lr"]) else group["lr"]
     checks.flag(f"{where}maximize", group.get("maximize", False))
     if not group["use_muon"]:
         check_adamw(group, where)

@@ -155,6 +155,16 @@ def test_schedulers_drive_it_and_resume(make: Any) -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+def test_a_rate_that_rounding_left_below_zero_is_no_reason_to_stop() -> None:
+    model = network()
+    optimizer = Muon(model)
+    for group in optimizer.param_groups:
+        group["lr"] = -1e-19
+    train(model, optimizer, range(1))
+    with pytest.raises(UsageError, match="lr must be"):
+        Muon(network(), lr=-1e-19)
+
+
 def test_a_tensor_as_learning_rate_is_read_at_every_step() -> None:
     one, other = nn.Parameter(gaussian(6, 9)), nn.Parameter(gaussian(6, 9))
     lr = torch.tensor(0.5)
