@@ -78,14 +78,19 @@ class TileLangBackend:
         cubin = _cubin(kernel)
         if cubin is None:
             raise NotPortableError("TileLang's CUDA module does not hand out its cubin")
-        return cuda_code(recorded(program, device, arguments), [cubin])
+        return cuda_code(recorded(program, device, arguments, str(kernel.get_kernel_source())), [cubin])
 
 
-def recorded(program: Any, device: DeviceFingerprint, arguments: tuple[Argument, ...]) -> CudaCall:
-    """What a call of the program launches on a GPU."""
+def recorded(
+    program: Any, device: DeviceFingerprint, arguments: tuple[Argument, ...], source: str | None = None
+) -> CudaCall:
+    """What a call of the program launches on a GPU; NotPortableError where it lowers to other code than ``source``."""
+    lowered = _lowered(program, device)
+    if source is not None and str(lowered.kernel_source) != source:
+        raise NotPortableError("it lowers to other code each time")
     buffers = program[0].buffer_map
     names = [buffers[each].data.name if each in buffers else each.name for each in program[0].params]
-    return tilelang_launch.record(_lowered(program, device), names, arguments)
+    return tilelang_launch.record(lowered, names, arguments)
 
 
 def _compiled(program: Any, device: DeviceFingerprint) -> Any:

@@ -94,6 +94,8 @@ def test_a_tilelang_programs_tensor_maps_are_read_from_its_host_code() -> None:
     assert [patch for parameter in launch.parameters for patch in parameter.patches if patch.kind == "float32"] == [
         Patch(0, "float32", 2)
     ]
+    with pytest.raises(NotPortableError, match="other code each time"):
+        tilelang.recorded(program, H200, ops()["gram"].arguments(GRAM), "void gram_kernel(float alpha) {}")
     assert launched.name == "gram_kernel" and launched.block[0] >= 128 and launched.otherwise == -1
     assert {index for place in launched.aligned for index in launch.parameters[place].tensors} == {0, 1}
 
