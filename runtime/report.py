@@ -128,9 +128,10 @@ def _reports(
     recipe, batch = planned.recipe, len(matrices)
     origins = Counter(bound.origin for bound in planned.bindings.values())
     total = sum(origins.values())
+    restarts = "" if recipe.form == "plain" else f" restarts {','.join(map(str, recipe.restarts)) or 'none'}"
     common = MatrixReport(
         name="", rows=recipe.group.rows, cols=recipe.group.cols, batch=recipe.group.label(),
-        recipe=f"{recipe.form} {recipe.dtype} restarts {','.join(map(str, recipe.restarts)) or 'none'}",
+        recipe=f"{recipe.form} {recipe.dtype}{restarts}",
         origin=", ".join(f"{origin} {count}/{total}" for origin, count in sorted(origins.items())),
         tuned_us=None if planned.cost_us is None else planned.cost_us / batch,
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import random
 import statistics
 import sys
@@ -286,7 +285,6 @@ def print_table(found: Sequence[Entrant]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    logging.getLogger("dmuon_tune.runtime").setLevel(logging.ERROR)  # what is untuned is said below
     device = torch.empty(0, device=resolve("auto")).device
     shapes = shapes_of(options.preset)
     dtype = options.dtype or default_dtype(device.type)
@@ -312,17 +310,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def details(mine: Entrant, found: Sequence[Entrant], device: torch.device, steps: int) -> dict[str, Any]:
-    """Our step by phase, its origins, and its memory over many steps, printed and returned."""
+    """Our step by phase, what it runs on, and its memory over many steps, printed and returned."""
     step_us = mine.result["median_us"]
     split = phases_us(mine.optimizer.step, device)
     print("phases, ms: " + ", ".join(f"{name} {us / 1e3:.3f}" for name, us in split.items())
           + f"; host {mine.result['host_us'] / 1e3:.3f}")
-    origins: Counter[str] = Counter()
-    for plan in mine.optimizer.plan():
-        origins.update(bound.origin for planned in plan.groups.values() for bound in planned.bindings.values())
-        if plan.command:
-            print(f"{counted(len(plan.missing), 'product')} untuned; to tune: {plan.command}")
-    print("products: " + ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items())))
+    runs = Counter((row.batch, row.recipe, row.origin) for row in mine.optimizer.report().matrices)
+    for (batch, recipe, origin), count in runs.items():
+        print(f"{batch}: {recipe}, {origin}; {counted(count, 'matrix', 'matrices')}")
     others = {e.label: e.result["median_us"] for e in found if e is not mine and "median_us" in e.result}
     muons = {label: us for label, us in others.items() if not label.startswith("AdamW")}
     speedup = None
@@ -333,7 +328,8 @@ def details(mine: Entrant, found: Sequence[Entrant], device: torch.device, steps
     memory = memory_over(mine.optimizer.step, device, steps)
     print(f"memory over {counted(steps, 'step')}: bytes allocated {memory['allocated_before']} -> "
           f"{memory['allocated_after']}, reserved {memory['reserved_before']} -> {memory['reserved_after']}")
-    return {"phases_us": split, "origins": dict(origins), "speedup": speedup, "memory": memory}
+    found_runs = [[*run, count] for run, count in runs.items()]
+    return {"phases_us": split, "runs": found_runs, "speedup": speedup, "memory": memory}
 
 
 def main() -> int:
