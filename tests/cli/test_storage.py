@@ -17,6 +17,7 @@ UNREACHABLE = "postgresql+psycopg://tuner:wrong-secret@127.0.0.1:1/muon"
 SECRETS = ("p@ss", "p%40ss", "w:rd", "wrong-secret")
 
 
+@pytest.mark.usefixtures("lasting_workers")
 def test_what_was_tuned_into_a_server_is_found_there(
     run: Run, new_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,8 @@ from dmuon_tune.search.options import ProblemReport, TuneReport
 
 from .conftest import Result, Run
 
+pytestmark = pytest.mark.usefixtures("lasting_workers")
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ("--shapes", "2x8x24", "--device", "cpu")  # the Gram form alone: three products
 TUNE = ("tune", *SHAPE, "--trials", "2", "--backends", "library")
@@ -292,7 +294,6 @@ def test_doctor_says_what_runs_and_what_to_install(run: Run, own_cache: Path) ->
     assert backends["library"]["available"] and "torch" in backends["library"]["toolchain"]
     assert not backends["cutedsl"]["available"] and "sm_90" in backends["cutedsl"]["reason"]
     assert found["caches"][0]["path"] == str(own_cache) and found["caches"][0]["writable"]
-    assert "arch" in run("doctor", "--device", "cpu").out
 
 
 def test_without_a_compiler_doctor_and_tune_say_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,6 +303,7 @@ def test_without_a_compiler_doctor_and_tune_say_what_to_install(run: Run, monkey
         result = run(*command)
         assert result.code == 0
         assert "tilelang" in result.out and "install" in result.out
+        assert command[0] == "tune" or "arch" in result.out
 
 
 def test_ctrl_c_keeps_what_was_measured(own_cache: Path) -> None:
