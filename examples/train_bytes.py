@@ -121,7 +121,10 @@ def compare(args: argparse.Namespace) -> dict[str, object]:
         return run
 
     def best(runs: list[Run]) -> Run:
-        return min(runs, key=lambda run: run.last_loss)
+        found = min(runs, key=lambda run: run.last_loss)
+        if len(runs) > 1 and found in (runs[0], runs[-1]):
+            print(f"{found.optimizer}'s best rate is at the edge of its sweep; widen it")
+        return found
 
     by_adamw = [trained("AdamW", rate, adamw(rate)) for rate in rates(args.adamw_rates)]
     theirs = best(by_adamw)
