@@ -44,7 +44,7 @@ class ImportCheck:
     def __exit__(self, *exc: object) -> None:
         for each in self._running.values():
             each.kill()
-        self._running = {}
+        self._waiting, self._running = [], {}
 
     @property
     def is_over(self) -> bool:

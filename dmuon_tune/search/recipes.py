@@ -258,7 +258,7 @@ def is_current(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFinger
 
 def keep_recipe(search: ChainSearch, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store) -> Recipe:
     """Keep the recipe found in place of the one there was, unless that is of today's kernels and was timed, and this is
-    an estimate or slower."""
+    an estimate or slower; it then takes over the costs of smaller batches where it has none."""
     recipe = search.recipe()
     kept = store.recipe(device, recipe.group, recipe.dtype)
     if kept is not None and is_current(kept, specs, device):
@@ -267,7 +267,7 @@ def keep_recipe(search: ChainSearch, specs: Sequence[KernelSpec], device: Device
         kept_us = (trial.measurement.median_us if trial else kept.cost_us) or math.inf
         is_comparable = trial is not None or cut_short  # else another version of chains.py timed it
         if not recipe.timed or is_comparable and kept_us * FASTER < (recipe.cost_us or 0.0):
-            return kept
+            recipe = replace(kept, batch_costs=kept.batch_costs or recipe.batch_costs)
     if kept != recipe:
         store.put_recipe(device, recipe)
     return recipe

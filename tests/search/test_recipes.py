@@ -165,17 +165,21 @@ def test_the_groups_that_promise_most_go_first() -> None:
 
 
 def test_what_was_timed_and_is_faster_is_never_given_up(tmp_path: Path) -> None:
-    known = tuned(SQUARE, "gram", own=("gram",))
+    pair = Group(2, 64, 64)
+    known = tuned(pair, "gram", own=("gram",))
     with Store.open(tmp_path / "cache.sqlite") as store:
+
         def keep(first_us: float, own_us: float) -> Recipe:
-            search = search_of(SQUARE, ("gram",), known)
+            search = search_of(pair, ("gram",), known)
             walk(search, lambda recipe: ok(own_us if kernels_of(recipe)["gram"] == "tilelang" else first_us))
             return keep_recipe(search, SPECS, SMALL_L2, store)
 
         fast = keep(98.0, 91.0)
-        assert kernels_of(fast)["gram"] == "tilelang"
+        assert kernels_of(fast)["gram"] == "tilelang" and fast.batch_costs == ((1, 91.0),)
         store.record_chain(chain_key(fast, SMALL_L2), ok(91.0), {})
-        assert keep(96.0, 97.0) == fast == store.recipe(SMALL_L2, SQUARE, "float32")
+        assert keep(96.0, 97.0) == fast == store.recipe(SMALL_L2, pair, "float32")
+        store.put_recipe(SMALL_L2, replace(fast, batch_costs=()))
+        assert keep(96.0, 97.0) == replace(fast, batch_costs=((1, 96.0),))
         assert keep(80.0, 97.0).cost_us == 80.0
 
 

@@ -30,7 +30,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain, first_launch
 from dmuon_tune.search import TuneOptions, recipes, tune
 from dmuon_tune.search.options import ChainReport, TuneReport
-from dmuon_tune.search.recipes import ChainSearch, estimates, keep_recipe
+from dmuon_tune.search.recipes import CLOSE_OWN, ChainSearch, estimates, keep_recipe
 from dmuon_tune.search.recipes import Tuned as TunedProduct
 from dmuon_tune.search.schedule import problem_search, usable_kernels
 from dmuon_tune.search.shares import chains_share_s, races_share_s
@@ -535,6 +535,22 @@ def test_trials_of_other_code_do_not_count(tmp_path: Path) -> None:
         resumed = problem_search(problem, [spec], device, store, 5, 0)
         assert resumed.reused == 1 and resumed.best_us == 2.0
         assert [config_json(candidate.config) for candidate in resumed.seeds()] == []
+
+
+@pytest.mark.parametrize(
+    ("library_us", "own_us", "is_rival"), [(10.0, 10.7, True), (10.0, 10.9, False), (10.0, 9.0, False)]
+)
+def test_an_own_kernel_that_the_library_beat_by_little_is_its_rival(
+    library_us: float, own_us: float, is_rival: bool
+) -> None:
+    device, problem = fingerprint("cpu"), Problem("gram", 1, 64, 64, 64, "float32", "float32")
+    own, library = kernel("gram.tilelang"), kernel("gram.library")
+    config = dict(vars(own.untuned(problem, device)))
+    with Store.open("sqlite://") as store:
+        store.record(tuning_key(library, problem, device), {"entry": "baddbmm"}, ok(library_us), {})
+        store.record(tuning_key(own, problem, device), config, ok(own_us), {})
+        found = problem_search(problem, [own, library], device, store, 5, 0).own_rival({}, CLOSE_OWN)
+    assert (found is not None and found.key.kernel == "gram.tilelang") == is_rival
 
 
 def test_rivals_of_a_winner_are_those_close_to_the_fastest() -> None:
