@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from dmuon_tune.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_BLOCK, DeviceFingerprint
@@ -148,6 +149,7 @@ def _schedule_limits(problem: Problem, config: SymmetricConfig, device: DeviceFi
     return None
 
 
+@lru_cache(4096)  # legality asks for few tiles, of thousands of configurations
 def tile_count(m: int, tile_m: int, tile_n: int) -> int:
     """How many tile_m×tile_n tiles touch the lower triangle of an m×m matrix."""
     cols = -(-m // tile_n)
