@@ -25,6 +25,7 @@ from dmuon_tune.cache import Layers, Store, TuningKey
 from dmuon_tune.device import DeviceFingerprint, Toolchain
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
+from dmuon_tune.words import counted
 
 FORK = multiprocessing.get_context("fork")  # what it imported is there at once
 DEVICE = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 150_000_000_000)
@@ -96,7 +97,7 @@ def faults_of(path: Path, expected: Best) -> list[str]:
             wanted = {config: median_us for (of, config), median_us in expected.items() if of == number}
             kept = {trial.config["block"]: trial.measurement.median_us for trial in store.trials(key)}
             if kept != wanted:
-                faults.append(f"key {number}: {len(wanted)} results expected, {len(kept)} kept, or another time of one")
+                faults.append(f"key {number}: expected {counted(len(wanted), 'result')}, kept {len(kept)}, or another time of one")
             winner = store.best(key)
             if wanted and (winner is None or winner.measurement.median_us != min(wanted.values())):
                 faults.append(f"key {number}: the winner is not the fastest")
@@ -143,7 +144,7 @@ def kills(path: Path, count: int) -> dict[str, Any]:
         with Store.open(path, read_only=True) as store:
             kept = sorted(trial.config["block"] for trial in store.trials(KEYS[0]))
         if kept not in (list(range(last + 1)), list(range(last + 2))):  # one may be committed and not yet reported
-            faults.append(f"kill {number}: {last + 1} results reported, {len(kept)} kept")
+            faults.append(f"kill {number}: reported {counted(last + 1, 'result')}, kept {len(kept)}")
         begin = len(kept)
     return {"kills": count, "kept": begin, "faults": faults}
 

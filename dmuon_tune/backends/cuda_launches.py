@@ -133,7 +133,7 @@ def cuda_code(call: CudaCall, images: Sequence[bytes]) -> PortableCode:
             takes = cubin_parameters(images[each.image]).get(each.name)
             passed = tuple(parameter.size_bytes for parameter in launch.parameters)
             if takes != passed:
-                raise NotPortableError(f"{each.name} takes parameters of {takes} bytes and gets {passed}")
+                raise NotPortableError(f"{each.name} takes parameters of sizes {takes} and gets {passed} (bytes)")
     whole = replace(call, images=tuple(map(len, images)))
     return PortableCode(CudaLaunchesFormat.name, zlib.compress(b"".join(images), 9), asdict(whole))
 

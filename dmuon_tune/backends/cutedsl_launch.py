@@ -284,7 +284,7 @@ def _parameters(
             blobs = [blob[:TENSOR_MAP_WRITTEN] + bytes(size - TENSOR_MAP_WRITTEN) for blob in blobs]
         parameter = _parameter(blobs, calls)
         if _filled(parameter, calls[2]) != blobs[2]:
-            raise NotPortableError(f"a parameter of {size} bytes depends on more than addresses and scalars")
+            raise NotPortableError(f"a {size}-byte parameter depends on more than addresses and scalars")
         found.append(parameter)
         start += size
     return tuple(found)

@@ -158,11 +158,11 @@ def build(order: Order, wait: bool) -> tuple[str, str]:
             found = None if order.rebuild else store.find(key.sha256, order.config)
             if found is not None:
                 store.read(found)
-                return KEPT, f"{found.size_bytes} bytes"
+                return KEPT, counted(found.size_bytes, 'byte')
         except ArtefactError:
             pass  # damaged: built again
         try:
             code = compile_portable(spec, order.problem, config_from_dict(spec.Config, order.config), device)
         except Exception as error:  # a DSL may raise anything; the others are built all the same
             return FAILED, said(error)
-        return BUILT, f"{store.add(key, order.config, code).size_bytes} bytes"
+        return BUILT, counted(store.add(key, order.config, code).size_bytes, 'byte')
