@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from dmuon_tune.errors import CacheError, UsageError
 
-from .migrations import SCHEMA_VERSION, CorruptCacheError, found_version, prepare, require_current
+from .migrations import SCHEMA_VERSION, CorruptCacheError, found_version, prepare, require
 from .paths import CACHE_DIR_VARIABLE, URL_PATTERN
 
 BUSY_TIMEOUT_VARIABLE = "DMUON_TUNE_BUSY_TIMEOUT_S"
@@ -123,8 +123,9 @@ def _open_server(url: URL, read_only: bool, timeout_s: float) -> Engine:
 
 
 def _begin(connection: Connection) -> None:
-    immediate = connection.get_execution_options().get("writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+    options = connection.get_execution_options()
+    if not options.get("alone", False):
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("writes", False) else "BEGIN")
 
 
 def make_folder(folder: Path) -> None:
@@ -204,7 +205,7 @@ def readable(engine: Engine, where: str) -> Engine:
     with engine.connect() as connection:
         found = found_version(connection, where)
         if found is None or found >= SCHEMA_VERSION or connection.dialect.name != "sqlite":
-            require_current(connection, where)
+            require(found, connection, where)
             return engine
     copy = open_engine(None, read_only=False)
     original, target = engine.raw_connection(), copy.raw_connection()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import sqlalchemy as sa
-from sqlalchemy import Column, Connection, MetaData, Table, inspect, select, text, update
+from sqlalchemy import Column, Connection, MetaData, Table, inspect, text, update
 
 from dmuon_tune.errors import CacheError
 
@@ -86,7 +86,11 @@ def prepare(
 
 def require_current(connection: Connection, where: str, version: int = SCHEMA_VERSION) -> None:
     """Check, without writing, that this program can read the schema; CacheError says what to do where it cannot."""
-    found = found_version(connection, where)
+    require(found_version(connection, where), connection, where, version)
+
+
+def require(found: int | None, connection: Connection, where: str, version: int = SCHEMA_VERSION) -> None:
+    """The same of a version that was found."""
     if found is None:
         if connection.dialect.name != "sqlite":
             raise CacheError(f"cache {where} is empty; fill it with: dmuon-tune tune --storage URL")
@@ -111,7 +115,7 @@ def found_version(connection: Connection, where: str) -> int | None:
         if tables or inspect(connection).get_view_names():
             raise CacheError(f"{where} is some other program's database, not a cache; name another file")
         return None
-    value = connection.scalar(select(MetaRow.value).where(MetaRow.name == VERSION_NAME))
+    value = connection.scalar(text(f"SELECT value FROM {MetaRow.__tablename__} WHERE name = '{VERSION_NAME}'"))
     if value is None or not value.isdecimal():
         raise CorruptCacheError(f"cache {where} has no valid schema version ({value!r}); delete it and tune again")
     return int(value)

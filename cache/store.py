@@ -13,7 +13,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sqlalchemy import URL, ColumnElement, Engine, Select, Text, and_, delete, func, not_, or_, select, type_coerce
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Engine,
+    Select,
+    Text,
+    and_,
+    delete,
+    func,
+    not_,
+    or_,
+    select,
+    type_coerce,
+)
 from sqlalchemy.orm import Session
 
 from dmuon_tune.device import DeviceFingerprint
@@ -39,6 +53,7 @@ from .database import (
 )
 from .dialect import upsert
 from .key import TuningKey
+from .lookup import entries_sql, entry_of, recipe_of, recipe_sql
 from .migrations import CorruptCacheError, prepare
 from .models import IMPORTED, DeviceRow, KernelRow, KeyRow, ProblemRow, RecipeRow, ToolchainRow, TrialRow, WinnerRow
 from .paths import CACHE_DIR_VARIABLE, user_cache_path
@@ -185,6 +200,12 @@ class Store:
             yield session
 
     @contextmanager
+    def _looking_up(self) -> Iterator[Connection]:
+        """As :meth:`_reading`, for one statement: without a transaction around it."""
+        with translated_errors(self.where), self._engine.connect() as connection, self._damage_told():
+            yield connection.execution_options(alone=True)
+
+    @contextmanager
     def _damage_told(self) -> Iterator[None]:
         """For what turns rows into values."""
         try:
@@ -318,16 +339,10 @@ class Store:
 
     def entries(self, problem: Problem | None = None, device: DeviceFingerprint | None = None) -> list[CacheEntry]:
         """The best ok entry of every key of a problem (all without one) on a device model, fastest first."""
-        statement = _winners()
-        if problem is not None:
-            statement = statement.where(
-                KeyRow.problem_id.in_(select(ProblemRow.id).filter_by(**problem.to_dict()))
-            )
-        if device is not None:
-            statement = statement.where(KeyRow.device_id.in_(_device_ids(device)))
-        with self._reading() as session:
-            rows = session.scalars(statement.order_by(WinnerRow.median_us, WinnerRow.key_id))
-            return [_entry(row) for row in rows]
+        statement = entries_sql(problem is not None, device is not None)
+        wanted = {**(problem.to_dict() if problem else {}), **(device.limits() if device else {})}
+        with self._looking_up() as connection:
+            return [CacheEntry(*_sound(entry_of(row))) for row in connection.execute(statement, wanted)]
 
     def put_recipe(self, device: DeviceFingerprint, recipe: Recipe) -> None:
         """Keep a recipe for its group and dtype on a device model, in place of the one there was."""
@@ -343,10 +358,10 @@ class Store:
 
     def recipe(self, device: DeviceFingerprint, group: Group, dtype: str) -> Recipe | None:
         """The recipe of a group in a dtype on a device model, None where there is none."""
-        statement = select(RecipeRow).filter_by(batch=group.batch, rows=group.rows, cols=group.cols, dtype=dtype)
-        with self._reading() as session:
-            row = session.scalar(statement.where(RecipeRow.device_id.in_(_device_ids(device))))
-            return None if row is None else row.value()
+        of = {"batch": group.batch, "rows": group.rows, "cols": group.cols}
+        with self._looking_up() as connection:
+            row = connection.execute(recipe_sql(), {**of, "dtype": dtype, **device.limits()}).first()
+            return None if row is None else recipe_of(row, of)
 
     def recipes(self, device: DeviceFingerprint | None = None) -> list[Recipe]:
         """Every recipe, or those of one device model, in the order of their first keeping."""
@@ -415,6 +430,12 @@ def _trial(row: TrialRow) -> Trial:
 
 def _entry(row: TrialRow) -> CacheEntry:
     return CacheEntry(row.key.value(), config_of(row), row.measurement(), row.validation, row.provenance)
+
+
+def _sound(entry: tuple[TuningKey, dict[str, Any], Measurement, str, dict[str, Any]]) -> tuple[Any, ...]:
+    if not isinstance(entry[1], dict):
+        raise ValueError(f"a configuration is no {type(entry[1]).__name__}")
+    return entry
 
 
 def config_of(row: TrialRow) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_REGISTERS_PER_THREAD = 255
@@ -36,12 +36,10 @@ class DeviceFingerprint:
 
     def limits(self) -> dict[str, Any]:
         """The fields that decide whether a result applies: all but the product's name."""
-        fields = asdict(self)
-        del fields["name"]
-        return fields
+        return {name: value for name, value in vars(self).items() if name != "name"}
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> DeviceFingerprint:

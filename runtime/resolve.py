@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from dmuon_tune import space
 from dmuon_tune.backends import CompiledKernel, backends, makes_portable
-from dmuon_tune.cache import Artefact, ArtefactError, ArtefactStore, CacheEntry, Layers
+from dmuon_tune.cache import Artefact, ArtefactError, ArtefactStore, CacheEntry, Layers, TuningKey
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.kernel_specs import kernels, ops
 from dmuon_tune.measure.build import compile_kernel, is_of_todays_code, load_artefact, tuning_key
-from dmuon_tune.measure.winners import contenders, library_kernel, winner
+from dmuon_tune.measure.winners import kept_winner, library_kernel
 from dmuon_tune.problem import Problem, distance, same_code
 from dmuon_tune.recipe import Pick
 from dmuon_tune.spec import KernelSpec
@@ -89,6 +89,9 @@ class Resolver:
         self.layers = layers
         self.bound: dict[Problem, Binding] = {}
         self._compiled_of: dict[tuple[Problem, str, str], Binding] = {}
+        self._choices: dict[Problem, _Choice] = {}
+        self._first_keys: dict[str, TuningKey] = {}  # by the kernel: of another problem in all but that the same
+        self._unavailable: dict[str, bool] = {}
         self.missing: list[Problem] = []
         self.failures: list[str] = []
         self._use_nearest = use_nearest
@@ -140,6 +143,11 @@ class Resolver:
 
     def _choice(self, problem: Problem) -> _Choice:
         """What serves a problem: its tuned kernel, else by the miss policy."""
+        if problem not in self._choices:
+            self._choices[problem] = self._chosen(problem)
+        return self._choices[problem]
+
+    def _chosen(self, problem: Problem) -> _Choice:
         tuned = self._tuned(problem)
         if tuned is not None:
             return tuned
@@ -218,7 +226,7 @@ class Resolver:
         if not spec.is_legal(problem, config, self.device):
             return None
         if self._compiles(spec):
-            return tuning_key(spec, problem, self.device).sha256
+            return self._today(spec, problem)
         wanted = space.config_to_dict(config)
         for artefact in self.layers.artefacts(problem, self.device):
             if artefact.config == wanted and is_of_todays_code(artefact.key, spec):
@@ -236,7 +244,7 @@ class Resolver:
         spec = next((spec for spec in kernels(pick.problem.op) if spec.name == pick.kernel), None)
         if spec is None or not spec.serves(pick.problem, self.device):
             return None
-        today = tuning_key(spec, pick.problem, self.device).sha256 if self._compiles(spec) else ""
+        today = self._today(spec, pick.problem) if self._compiles(spec) else ""
         if today != pick.key and not self._is_shipped(spec, pick.key, pick.config):
             return None
         config = space.config_from_dict(spec.Config, pick.config)
@@ -276,9 +284,7 @@ class Resolver:
     def _tuned(self, problem: Problem) -> _Choice | None:
         """The winner among the first layer's entries that are of today's kernels and toolchains, or come compiled."""
         specs = {spec.name: spec for spec in kernels(problem.op) if spec.serves(problem, self.device)}
-        keys = {
-            name: tuning_key(spec, problem, self.device).sha256 for name, spec in specs.items() if self._compiles(spec)
-        }
+        keys = {name: self._today(spec, problem) for name, spec in specs.items() if self._compiles(spec)}
         current: dict[str, list[CacheEntry]] = {}
         for label, entry in self.layers.entries(problem, self.device):
             spec, key = specs.get(entry.key.kernel), entry.key.sha256
@@ -289,7 +295,7 @@ class Resolver:
         if not current:
             return None
         label, entries = next(iter(current.items()))
-        best = winner(contenders(entries, specs, self.device))
+        best = kept_winner(entries, specs, self.device)
         assert best is not None
         spec = specs[best.key.kernel]
         config = space.config_from_dict(spec.Config, best.config)
@@ -339,8 +345,17 @@ class Resolver:
 
     def _compiles(self, spec: KernelSpec) -> bool:
         """Whether this kernel's DSL and its compilers are here."""
-        backend = backends().get(spec.backend)
-        return backend is not None and backend.unavailable(self.device) is None
+        if spec.backend not in self._unavailable:
+            backend = backends().get(spec.backend)
+            self._unavailable[spec.backend] = backend is None or backend.unavailable(self.device) is not None
+        return not self._unavailable[spec.backend]
+
+    def _today(self, spec: KernelSpec, problem: Problem) -> str:
+        """SHA-256 of the tuning key of a kernel that compiles here."""
+        known = self._first_keys.get(spec.name)
+        if known is None:
+            known = self._first_keys[spec.name] = tuning_key(spec, problem, self.device)
+        return replace(known, problem=problem).sha256
 
 
 def _binding(

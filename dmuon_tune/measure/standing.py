@@ -13,7 +13,7 @@ from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.problem import Problem
 
 from .verify import VALIDATION
-from .winners import contenders, winner
+from .winners import kept_winner
 
 StaleOf = Callable[[TuningKey], str | None]
 
@@ -44,7 +44,7 @@ def winners(entries: Iterable[tuple[str, CacheEntry]], stale_of: StaleOf | None 
 def _winner(layer: str, candidates: list[CacheEntry], stale_of: StaleOf) -> Winner:
     specs = {spec.name: spec for spec in kernels()}
     current = [entry for entry in candidates if stale_of(entry.key) is None]
-    best = winner(contenders(current, specs, current[0].key.device)) if current else None
+    best = kept_winner(current, specs, current[0].key.device) if current else None
     best = best or min(candidates, key=lambda entry: entry.measurement.median_us or 0.0)
     library = [entry for entry in current or candidates if entry.key.toolchain.backend == "library"]
     library_us = min((entry.measurement.median_us or 0.0 for entry in library), default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dmuon_tune.backends import is_peer
@@ -58,14 +58,25 @@ def winner(among: Iterable[Contender]) -> CacheEntry | None:
     """What a race of finalists decided for; without one the smallest median, where a tie goes to the preferred. None
     without contenders."""
     entrants = list(among)
-    if not entrants:
-        return None
-    raced = race_winner([contender.entry.measurement for contender in entrants])
-    if raced is not None:
-        return entrants[raced].entry
-    limit = TIE * min(contender.median_us for contender in entrants)
-    tied = [contender for contender in entrants if contender.median_us <= limit]
-    return min(tied, key=preference).entry
+    leading = [entrants[place] for place in _leaders([contender.entry for contender in entrants])]
+    return min(leading, key=preference).entry if leading else None
+
+
+def kept_winner(
+    entries: Sequence[CacheEntry], specs: Mapping[str, KernelSpec], device: DeviceFingerprint
+) -> CacheEntry | None:
+    """:func:`winner` of kept entries; what is untuned, which a search may have to say, is asked of those that tie."""
+    leading = [entries[place] for place in _leaders(entries)]
+    return leading[0] if len(leading) == 1 else winner(contenders(leading, specs, device))
+
+
+def _leaders(entries: Sequence[CacheEntry]) -> list[int]:
+    """The places of those among which the preference decides: the race's winner, else what ties with the fastest."""
+    raced = race_winner([entry.measurement for entry in entries])
+    if raced is not None or not entries:
+        return [] if raced is None else [raced]
+    medians_us = [entry.measurement.median_us or math.inf for entry in entries]
+    return [place for place, median_us in enumerate(medians_us) if median_us <= TIE * min(medians_us)]
 
 
 def preference(contender: Contender) -> tuple[bool, bool, bool, float, str, str]:
