@@ -48,7 +48,7 @@ def write_and_read(path: Path, seed: int, until: float, answer: Connection) -> N
     best: Best = {}
     counts = {"written": 0, "read": 0}
     try:
-        while time.monotonic() < until:
+        while not counts["written"] or time.monotonic() < until:
             with Store.open_user(path) as store:
                 for _ in range(10):
                     key, config = random.randrange(len(KEYS)), random.randrange(CONFIGS)
