@@ -218,7 +218,7 @@ class Tuned:
 def tuned_once(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     path, events = tmp_path_factory.mktemp("tuned") / "cache.sqlite", Recorder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmuon_tune.search.recipes.HOPELESS", 100.0)
+        patch.setattr("dmuon_tune.search.recipes.HOPELESS", 1e9)
         with Store.open(path) as store:
             report = tune(BATCH, store, ONLY_LIBRARY, events)
             quiet(store)
@@ -231,7 +231,7 @@ def tuned(tuned_once: Tuned, tmp_path: Path) -> Tuned:
 
 
 def test_whole_chains_decide_the_recipe_and_are_not_timed_again(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmuon_tune.search.recipes.HOPELESS", 100.0)
+    monkeypatch.setattr("dmuon_tune.search.recipes.HOPELESS", 1e9)
     first, events = tuned.report, tuned.events
     with Store.open(tuned.cache) as store:
         (recipe,) = first.recipes
@@ -308,7 +308,7 @@ def test_chains_have_a_small_share_of_a_long_budget_and_less_than_half_of_a_shor
 
 
 def test_a_chain_that_fails_is_kept_and_another_form_runs(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmuon_tune.search.recipes.HOPELESS", 100.0)
+    monkeypatch.setattr("dmuon_tune.search.recipes.HOPELESS", 1e9)
     with Store.open(tuned.cache) as store:
         (ours,) = {trial.recipe.form for trial in store.chain_trials() if trial.recipe == _bare(store.recipes()[0])}
         with store._writing() as session:  # as if the winner's form had died in every chain
