@@ -160,7 +160,9 @@ def damage(cache: Path) -> Artefact:
     store = ArtefactStore.beside(cache)
     broken = next(artefact for artefact in store.all() if artefact.key.kernel == "gram.tilelang")
     code = store.files(broken)[0]
-    code.write_bytes(code.read_bytes()[:-1] + b"x")
+    damaged = code.read_bytes()[:-1] + b"x"
+    code.unlink()  # this process may have the file mapped, and would die of another content at its exit
+    code.write_bytes(damaged)
     return broken
 
 
