@@ -47,7 +47,8 @@ def entries_sql(of_problem: bool, of_device: bool) -> TextClause:
 
 def entry_of(row: Row[Any]) -> tuple[TuningKey, dict[str, Any], Measurement, str, dict[str, Any]]:
     """The parts of a CacheEntry; ValueError and the like for what is none."""
-    kernel, digest, backend, versions, checked, name, *values = row
+    values: list[Any] = list(row)
+    (kernel, digest, backend, versions, checked, name), values = values[: len(OF_KEY)], values[len(OF_KEY) :]
     limits, values = values[: len(DeviceRow.IDENTITY)], values[len(DeviceRow.IDENTITY) :]
     fields, values = values[: len(ProblemRow.IDENTITY)], values[len(ProblemRow.IDENTITY) :]
     config, validation, provenance, status, median_us, p20_us, p80_us, samples, error, resources, log = values

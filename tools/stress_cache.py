@@ -97,8 +97,8 @@ def faults_of(path: Path, expected: Best) -> list[str]:
             wanted = {config: median_us for (of, config), median_us in expected.items() if of == number}
             kept = {trial.config["block"]: trial.measurement.median_us for trial in store.trials(key)}
             if kept != wanted:
-                expected = counted(len(wanted), "result")
-                faults.append(f"key {number}: expected {expected}, kept {len(kept)}, or another time of one")
+                count = counted(len(wanted), "result")
+                faults.append(f"key {number}: expected {count}, kept {len(kept)}, or another time of one")
             winner = store.best(key)
             if wanted and (winner is None or winner.measurement.median_us != min(wanted.values())):
                 faults.append(f"key {number}: the winner is not the fastest")

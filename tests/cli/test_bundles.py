@@ -215,13 +215,13 @@ def test_a_flipped_bit_is_found_or_stops_nothing(
     for number in range(20):
         place = (2 * number + 1) * len(good) // 40
         path.write_bytes(good[:place] + bytes([good[place] ^ 1 << number % 8]) + good[place + 1 :])
-        listed, exported = run("cache", "list"), run("cache", "export", str(tmp_path / "x"), "--cache", str(path))
-        assert (listed.code, exported.code) in ((0, 0), (4, 4), (0, 4)), place
-        assert "Traceback" not in listed.err + exported.err
+        exported = run("cache", "export", str(tmp_path / "x"), "--cache", str(path))
+        assert exported.code in (0, 4) and "Traceback" not in exported.err, place
         if exported.code:
             found += 1
             assert exported.err.count("\n") == 1 and str(path) in exported.err
             if found % 4 == 1:
+                assert run("cache", "list").code in (0, 4)
                 train()
     assert found
 
