@@ -8,7 +8,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,16 +169,22 @@ def test_an_interrupt_while_the_program_is_imported_is_one_line(importing: str) 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "dmuon-tune: interrupted\n")
 
 
+def children_s() -> float:
+    """Processor time of the processes that ended, seconds: on a busy machine they take longer."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def test_help_and_version_import_nothing_heavy() -> None:
     code = (
         "import sys; from dmuon_tune.cli import main; assert main(sys.argv[1:]) == 0; "
         "heavy = {'torch', 'sqlalchemy', 'optuna', 'tilelang', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
-    started = time.monotonic()
+    began_s = children_s()
     for arguments in (["--help"], ["tune", "--help"], ["shapes", "--preset", "tiny"]):
         done = spawn("-c", code, *arguments)
         assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 15
+    assert children_s() - began_s < 15
 
 
 def test_version_of_the_module_run() -> None:

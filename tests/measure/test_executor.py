@@ -41,8 +41,11 @@ def job(kernel: str, config: dict[str, str] | None = None) -> Job:
 def test_every_misbehaviour_is_a_measurement(test_kernels: None, capfd: pytest.CaptureFixture[str]) -> None:
     jobs = [job(f"gram.library.bad_{name}") for name in EXPECTED]
     jobs += [job("gram.library", {"entry": "baddbmm"}), job("gram.library", {"entry": "no such field", "x": "y"})]
-    with Executor("cpu", run_timeout_s=2) as executor:
-        outcomes = {done.kernel_name + str(done.config): measurement for done, measurement in executor.run(jobs)}
+    hangs = [each for each in jobs if each.kernel_name.endswith("hang")]
+    outcomes = {}
+    for limit_s, chosen in ((60, [each for each in jobs if each not in hangs]), (2, hangs)):  # a busy machine is slow
+        with Executor("cpu", run_timeout_s=limit_s) as executor:
+            outcomes |= {done.kernel_name + str(done.config): measurement for done, measurement in executor.run(chosen)}
     assert len(outcomes) == len(jobs)
     for name, (status, text) in EXPECTED.items():
         measurement = outcomes[f"gram.library.bad_{name}{{}}"]
