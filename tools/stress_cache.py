@@ -33,7 +33,7 @@ TOOLCHAIN = Toolchain("tilelang", (("tilelang", "0.1.15"),))
 PROBLEMS = [Problem("gram", 8, m, m, 4096) for m in (64, 128, 256)]
 KEYS = [TuningKey(problem, "gram.tilelang", "ab" * 32, DEVICE, TOOLCHAIN) for problem in PROBLEMS]
 CONFIGS = 40
-MOST_DELAY_S = 0.02  # from a process's first result to its end: some four to twenty commits
+MOST_DELAY_S = 0.02  # from a process's first result to its end
 
 Best = dict[tuple[int, int], float]  # (key, configuration) → its least time in microseconds
 
