@@ -34,7 +34,7 @@ class EndSearch(ProblemSearch):
         self, problem: Problem, kernel_searches: list[KernelSearch], trials: int, like: ProblemSearch | None
     ) -> None:
         super().__init__(problem, kernel_searches, -(-trials // FEWER_TRIALS))
-        self._like = like
+        self.like = like
 
     @property
     def planned(self) -> int:
@@ -59,7 +59,7 @@ class EndSearch(ProblemSearch):
     def _inherited(self) -> Candidate | None:
         """The fastest configuration of ``like`` that is legal here, if it was not proposed yet."""
         own = {each.spec.name: each for each in self.kernels}
-        for name, config in self._like.fastest() if self._like else ():
+        for name, config in self.like.fastest() if self.like else ():
             if name in own and own[name].is_legal(config):
                 return Candidate(self, own[name], config) if own[name].proposer.reserve(config) else None
         return None

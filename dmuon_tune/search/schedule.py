@@ -120,6 +120,7 @@ class ProblemSearch:
     """One problem's search over all kernels that serve it, the library first."""
 
     is_end = False
+    like: ProblemSearch | None = None  # of an end: the search of the product that it stands for
 
     def __init__(
         self, problem: Problem, kernel_searches: list[KernelSearch], trials: int, patience: int | None = None,
@@ -182,6 +183,11 @@ class ProblemSearch:
             return True
         records = (m.resources.get("race", {}) for each in self.kernels for _, m, _ in each.outcomes if m.place == 0)
         return any(record.get("trials", 0) >= self.trials for record in records)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether every kernel's untuned configuration has an outcome."""
+        return not any(each.needs_seed for each in self.kernels)
 
     @property
     def planned(self) -> int:
@@ -287,7 +293,8 @@ class Schedule:
     """The order of all problems' candidates: the library's for every problem, then another kernel's untuned
     configuration for every problem in each round, then one candidate at a time of the problem where it is worth most:
     each gets trials in proportion to the time that the model spends in it. Of chains' ends one candidate comes after
-    every ENDS_AFTER of others, all of them where nothing else is left.
+    every ENDS_AFTER of others, all of them where nothing else is left; an end starts from what was found for its
+    product, so it waits for the untuned configurations there.
 
     A kernel that is not ready, by ``is_ready``, waits, and with it all but the untuned configurations of its problem's
     other kernels.
@@ -302,6 +309,7 @@ class Schedule:
         self._ends = deque(search for search in searches if search.is_end)
         self._since_end = 0
         self._is_ready = is_ready
+        self._here = set(searches)
 
     @property
     def left(self) -> list[ProblemSearch]:
@@ -309,11 +317,15 @@ class Schedule:
         return [*self._open, *self._ends]
 
     def is_done(self) -> bool:
-        """Whether everything is measured or under way; what is found then is not proposed again."""
-        return self.next() is None and not self._seeds and not self.left
+        """Whether everything is measured or under way."""
+        found = self.next()
+        if found is not None:
+            self._seeds.appendleft(found)
+        return not self._seeds and not self.left
 
     def drop(self, search: ProblemSearch) -> None:
         """Propose nothing more of a search."""
+        self._here.remove(search)
         self._seeds = deque(candidate for candidate in self._seeds if candidate.search is not search)
         (self._ends if search.is_end else self._open).remove(search)
 
@@ -341,7 +353,8 @@ class Schedule:
     def _of(self, searches: deque[ProblemSearch], fits: Callable[[ProblemSearch], bool]) -> Candidate | None:
         """The most urgent search's candidate; searches that have none are over."""
         for search in sorted(filter(fits, searches), key=lambda each: each.urgency, reverse=True):
-            if all(map(self._is_ready, search.kernels)):
+            waits = search.like is not None and search.like in self._here and not search.like.is_begun
+            if not waits and all(map(self._is_ready, search.kernels)):
                 searches.remove(search)  # of equals it is then the last
                 candidate = search.propose()
                 if candidate is not None:

@@ -162,6 +162,40 @@ def test_ends_come_after_products_and_are_a_fifth_of_the_candidates() -> None:
         assert again.planned == 15
 
 
+def test_an_end_waits_until_every_kernel_of_its_product_has_a_result() -> None:
+    device, times = fingerprint("cpu"), {"library": 9.0, "own": 3.0}
+    with Store.open("sqlite://") as store:
+        specs = [spec(""), spec("own")]
+        problem = Problem("gram", 1, 8, 8, 8, "float32", "float32")
+        product = problem_search(problem, specs, device, store, 2, 0)
+        end = end_search(store, specs, product, trials=4)
+        schedule = Schedule([product, end])
+        under_way = [schedule.next(), schedule.next()]
+        assert [candidate and candidate.search for candidate in under_way] == [product, product]
+        assert schedule.next() is None and not schedule.is_done()
+        for candidate in under_way:
+            assert candidate is not None
+            median_us = times[candidate.kernel.spec.variant or "library"]
+            product.observe(candidate, Measurement.from_samples([median_us], 0.0, {}))
+            assert candidate is under_way[1] or schedule.next() is None
+        assert not schedule.is_done()  # which takes nothing away
+        found = schedule.next()
+        assert found is not None and (found.search, found.kernel.spec.variant) == (end, "own")
+        assert schedule.next() is None and schedule.is_done()
+
+
+def test_an_end_does_not_wait_for_a_product_that_was_given_away() -> None:
+    with Store.open("sqlite://") as store:
+        specs = [spec(""), spec("own")]
+        problem = Problem("gram", 1, 8, 8, 8, "float32", "float32")
+        product = problem_search(problem, specs, fingerprint("cpu"), store, 2, 0)
+        end = end_search(store, specs, product)
+        schedule = Schedule([product, end])
+        schedule.drop(product)
+        found = schedule.next()
+        assert found is not None and found.search is end
+
+
 def test_an_end_starts_from_the_best_of_its_product_whenever_that_changes() -> None:
     device, times = fingerprint("cpu"), {3: 9.0, 5: 7.0, 8: 5.0}
     with Store.open("sqlite://") as store:
