@@ -14,6 +14,7 @@ from . import _cutedsl_space as product
 from ._cutedsl_space import CHUNK, SymmetricConfig, block_limits, tile_count
 from .gram_span import WORK_SQUARES, misshapen
 
+MAX_M = 2048  # at 1×2048 separate products were as fast (docs/span.md)
 SOURCES = (
     __name__, *product.SOURCES,
     *(f"{__package__}.{part}" for part in ("_cutedsl_span", "_cutedsl_span_phases", "gram_span")),
@@ -61,6 +62,8 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
         return reason
     if problem.m % 8:
         return f"TMA reads and writes rows of whole 16 bytes: m must be a multiple of 8, not {problem.m}"
+    if problem.m > MAX_M:
+        return f"squares of more than {MAX_M} rows fill the device product by product, not {problem.m}"
     return product.refusal(squares(problem, 1), device)
 
 

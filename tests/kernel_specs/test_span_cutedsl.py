@@ -31,6 +31,7 @@ def problem(batch: int, m: int, steps: int = 3, dtype: str = "float16") -> Probl
     ("refused", "word"),
     [
         (problem(1, 1020), "m must be a multiple of 8"),
+        (problem(1, 2056), "more than 2048 rows"),
         (problem(1, 1024, dtype="float32"), "float32"),
         (dataclasses.replace(problem(1, 1024), epilogue="c"), "steps"),
         (dataclasses.replace(problem(1, 1024), k=512), "square"),
