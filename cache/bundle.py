@@ -10,7 +10,7 @@ import sqlite3
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -56,9 +56,12 @@ def write_bundle(
     """Write these contents with these artefacts, each with the folder it lies in; of several of one name that of the
     least digest.
 
-    Until all of it is there, what ``path`` held stays. UsageError where it cannot be written, ArtefactError for a
-    damaged artefact.
+    Until all of it is there, what ``path`` held stays; a link's target is written. UsageError where it cannot be
+    written or holds something else than a bundle, ArtefactError for a damaged artefact.
     """
+    target = Path(path).resolve()
+    if target.exists() and not (target.is_file() and is_bundle(target)):
+        raise UsageError(f"cannot write the bundle {path}: what is there is no bundle; name a new file or a bundle")
     files = {FILE_NAME: database_bytes(contents.as_shipped())}
     by_digest = sorted(artefacts, key=lambda found: found[1].sha256, reverse=True)
     for store, artefact in {artefact.id: (store, artefact) for store, artefact in by_digest}.values():
@@ -66,7 +69,6 @@ def write_bundle(
         files |= {f"{FOLDER_NAME}/{file.name}": file.read_bytes() for file in store.files(artefact)}
     listed = {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}
     manifest = json.dumps({"format": FORMAT, "sha256": listed}, indent=1, sort_keys=True).encode()
-    target = Path(path).absolute()
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with tarfile.open(beside, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -76,7 +78,8 @@ def write_bundle(
                 tar.addfile(member, io.BytesIO(content))
         os.replace(beside, target)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # of a folder that cannot be written
+            beside.unlink(missing_ok=True)
         raise UsageError(
             f"cannot write the bundle {path}: {error.strerror}; name a file in a writable folder"
         ) from error
@@ -133,7 +136,7 @@ def _checked_files(path: str | Path) -> dict[str, bytes]:
     advice = "export it again, or copy it anew"
     try:
         files = _files(path)
-    except (OSError, tarfile.TarError, EOFError, ValueError) as error:
+    except (OSError, tarfile.TarError, EOFError, ValueError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or repr(error)
         raise CacheError(f"cannot read the bundle {path}: {reason}; {advice}") from error
     manifest = _manifest(files.pop(MANIFEST, b""))
@@ -155,7 +158,7 @@ def _manifest(text: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
         sound = isinstance(found["format"], int) and isinstance(found["sha256"], dict)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if sound else None
 

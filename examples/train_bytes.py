@@ -161,6 +161,8 @@ def main() -> None:
     parser.add_argument("--muon-rates", default=MUON_RATES, help=f"default: {MUON_RATES}")
     parser.add_argument("--json", type=Path, help="write every loss here")
     args = parser.parse_args()
+    if min(getattr(args, name) for name in sizes) < 1 or args.width % args.heads:
+        parser.error(f"{', '.join(sizes)} must be at least 1, and the heads divide the width")
     if args.device == "cpu":
         torch.set_num_threads(1)  # matrices for a CPU's time gain nothing from more, and lose where cores are shared
     torch.use_deterministic_algorithms(True)

@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=150)
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose where cores are shared
     # The best of 0.003, 0.006, 0.01 and 0.02 for AdamW, of 0.02 and 0.05 for Muon, by the last loss.
     runs = {

@@ -99,11 +99,13 @@ def timed_plan(path: Path, groups: Sequence[Group], profile: bool) -> dict[str, 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="qwen2.5-7b")
+    parser.add_argument("--preset", default="qwen2.5-7b", choices=presets.names())
     parser.add_argument("--entries", type=int, default=10_000)
     parser.add_argument("--cache", type=Path, help="this cache, as it is (one run, in this process)")
     parser.add_argument("--profile", action="store_true", help="where the time goes, on stderr")
     options = parser.parse_args(arguments)
+    if options.entries < 1:
+        parser.error("--entries must be at least 1")
     groups = groups_of(options.preset)
     if options.cache:
         print(json.dumps(timed_plan(options.cache, groups, options.profile)))

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dmuon_tune.errors import UsageError
+from dmuon_tune.errors import CacheError, UsageError
 
 from . import options
 from .output import note, print_json, say, table
@@ -92,9 +92,21 @@ def opened_source(place: str | None) -> Iterator[Source]:
             database, artefacts = str(bundle.database), bundle.artefacts
         else:
             database, artefacts = where, ArtefactStore.beside(where)
-        with Store.open(database, read_only=True, shipped=database != where) as store:
+        with _told_as(database, where), Store.open(database, read_only=True, shipped=database != where) as store:
             store.check()
             yield Source(where if database != where else store.where, contents_of(store), artefacts)
+
+
+@contextmanager
+def _told_as(database: str, where: str) -> Iterator[None]:
+    """What is wrong with a bundle's database is said of the bundle, not of the temporary file."""
+    try:
+        yield
+    except CacheError as error:
+        if database == where:
+            raise
+        said = str(error).replace(f"cache {database}", database)
+        raise type(error)(said.replace(database, f"bundle {where}")) from error
 
 
 def _export(args: argparse.Namespace) -> int:

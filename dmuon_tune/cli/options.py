@@ -105,5 +105,5 @@ def names(text: str) -> tuple[str, ...]:
     """Comma-separated names."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing; write such as tilelang,library")
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; write names with commas between, as in --help")
     return found

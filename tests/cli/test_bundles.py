@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import sqlite3
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +78,38 @@ def test_a_cache_travels_in_one_file(
     assert run("cache", "export", str(again)).code == 0 and again.read_bytes() == bundle.read_bytes()
     explained = run("explain", "--shapes", "1x16x64", "--device", "cpu", "--format", "json").json
     assert {(row["origin"], row["layer"]) for row in explained["products"]} == {("tuned", "user")}
+
+
+def test_nothing_but_a_bundle_is_replaced(own_cache: Path, tmp_path: Path, run: Run) -> None:
+    tuned(own_cache)
+    before, bundle = own_cache.read_bytes(), tmp_path / "x.bundle"
+    (tmp_path / "notes.txt").write_text("mine")
+    os.mkfifo(tmp_path / "fifo")
+    for place in (own_cache, tmp_path / "notes.txt", tmp_path / "fifo", tmp_path):
+        for command in (("export", str(place)), ("merge", str(own_cache), "--out", str(place))):
+            done = run("cache", *command)
+            assert done.code == 2 and "no bundle" in done.err and done.err.count("\n") == 1
+    assert own_cache.read_bytes() == before and (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "fifo").is_fifo()
+    assert run("cache", "export", str(bundle)).code == run("cache", "export", str(bundle)).code == 0
+    link = tmp_path / "link.bundle"
+    link.symlink_to(bundle)
+    assert run("cache", "export", str(link), "--only", "winners").code == 0 and link.is_symlink()
+    assert run("cache", "export", str(tmp_path / "w.bundle"), "--only", "winners").code == 0
+    assert bundle.read_bytes() == (tmp_path / "w.bundle").read_bytes()
+
+
+def test_a_damaged_database_in_a_bundle_is_named_by_the_bundle(own_cache: Path, tmp_path: Path, run: Run) -> None:
+    bundle = tmp_path / "x.bundle"
+    with tarfile.open(bundle, "w", format=tarfile.USTAR_FORMAT) as tar:
+        manifest = {"format": 1, "sha256": {"cache.sqlite": sha256(b"junk").hexdigest()}}
+        for name, content in (("bundle.json", json.dumps(manifest).encode()), ("cache.sqlite", b"junk")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    done = run("cache", "import", str(bundle))
+    assert done.code == 4 and f"bundle {bundle}" in done.err and "/dmuon-tune-" not in done.err
+    assert not own_cache.exists()
 
 
 def test_layers_say_which_entries_another_layer_hides(
