@@ -20,14 +20,18 @@ from dmuon_tune.recipe import DEFAULT_STEPS, Group
 
 from .batches import Batch, Kind, Setting
 from .blocks import Blocks, Split, blocks_of
+from .checkpoints import adopt
 from .execution import Momentum
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
 from .parameters import (
+    FIXED_OPTIONS,
     MATRIX_OPTIONS,
     check_adamw,
+    check_fixed,
     check_group,
     check_options,
     dtype_of,
+    foreign,
     groups_of,
     name_of,
     print_once,
@@ -104,6 +108,7 @@ class Muon(Optimizer):
         checks.flag("verbose", verbose)
         self._skip_nonfinite, self._momentum_dtype = skip_nonfinite, dtype_of(momentum_dtype)
         self.skipped_steps = 0  # by skip_nonfinite, since this object was made
+        self._fixed: dict[Tensor, dict[str, Any]] = {}  # by a group's first parameter
         self._forget()
         defaults = {
             "use_muon": True, "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
@@ -144,10 +149,15 @@ class Muon(Optimizer):
                 added.pop(name, None)
             # PyTorch's load_state_dict reads this key to keep AdamW's step counter on the parameter's device.
             added.setdefault("fused", all(p.device.type in FUSED_DEVICES for p in added["params"]))
+        else:
+            added["split"] = tuple(added["split"])  # a list could change unseen
+        for p in added["params"][:1]:
+            self._fixed[p] = {name: added[name] for name in FIXED_OPTIONS if name in added}
         self._forget()
 
     def plan(self) -> tuple[Plan, ...]:
         """Resolve the kernels of every matrix now, one plan a device; otherwise the first step does it."""
+        self._check_groups()
         counts: Counter[Kind] = Counter()
         for setting in self._settings():
             for position, p in enumerate(setting.group["params"]):
@@ -198,6 +208,7 @@ class Muon(Optimizer):
 
         Orthogonalizes every momentum anew and waits for it: for every hundredth step, not for each. Nothing changes.
         """
+        self._check_groups()
         if not self._planned:
             self.plan()
         found = (
@@ -231,14 +242,23 @@ class Muon(Optimizer):
                     f"group {index} is {names[old['use_muon']]}'s here and was {names[group['use_muon']]}'s when it "
                     "was saved; make the optimizer with the groups it had"
                 )
+            factor = adopt(group) if old["use_muon"] else 1.0
             group.update({name: old[name] for name in ("split", "split_dim", "flatten") if name in old})
             for name, value in old.items():
                 group.setdefault(name, value)  # an option younger than what was saved
-            for p, key in zip(group["params"], saved["param_groups"][index]["params"], strict=True):
-                momentum = saved["state"].get(key, {}).get("momentum_buffer")
+            check_options(group, f"group {index}: ", wait=False)
+            keys = saved["param_groups"][index]["params"]
+            for position, (p, key) in enumerate(zip(group["params"], keys, strict=True)):
+                state = saved["state"].get(key, {})
+                reason = foreign(state, group)  # of what was saved: PyTorch has made it real
+                if reason is not None:
+                    raise UsageError(f"{name_of(group, index, position)}: {reason}")
+                momentum = state.get("momentum_buffer")
                 dtype = self._momentum_dtype or p.dtype
-                if momentum is not None and dtype != p.dtype:  # PyTorch's has been through the parameter's
-                    self.state[p]["momentum_buffer"] = momentum.to(p.device, dtype)
+                # What PyTorch restored has been through the parameter's dtype.
+                if momentum is not None and (factor != 1.0 or dtype != p.dtype):
+                    wide = torch.promote_types(momentum.dtype, dtype)
+                    self.state[p]["momentum_buffer"] = momentum.to(p.device, wide).mul(factor).to(dtype)
 
     def _forget(self) -> None:
         """What was derived from the groups."""
@@ -260,14 +280,21 @@ class Muon(Optimizer):
             self._layouts[p] = held = lies, None if blocks == Blocks() and p.ndim == 2 else blocks
         return held[1]
 
+    def _check_groups(self) -> None:
+        """UsageError for options that are missing, cannot be used, or have changed and cannot."""
+        for index, group in enumerate(self.param_groups):
+            fixed = self._fixed.get(group["params"][0], {}) if group["params"] else {}
+            check_fixed(group, fixed, f"group {index}: ")
+            check_options(group, f"group {index}: ", wait=False)
+
     def _check_step(self, with_gradient: bool = True) -> None:
         """UsageError, by name, for what would fail once something had changed."""
+        self._check_groups()
         for index, group in enumerate(self.param_groups):
-            check_options(group, f"group {index}: ", wait=False)
             for position, p in enumerate(group["params"]):
                 if with_gradient and p.grad is None:
                     continue
-                reason = unusable(p, self.state.get(p, {}), group["use_muon"])
+                reason = unusable(p, self.state.get(p, {}), group)
                 if reason is not None:
                     raise UsageError(f"{name_of(group, index, position)}: {reason}")
                 if group["use_muon"]:
@@ -348,6 +375,6 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         derived = ("_adamw", "_planned", "_layouts")
-        own = ("_newton_schulz", "_adamw_options", "_skip_nonfinite", "_momentum_dtype", "skipped_steps")
+        own = ("_newton_schulz", "_fixed", "_adamw_options", "_skip_nonfinite", "_momentum_dtype", "skipped_steps")
         fresh: dict[str, Any] = dict(zip(derived, (None, False, {}), strict=True))
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **fresh}

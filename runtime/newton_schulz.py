@@ -19,7 +19,7 @@ from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import DEFAULT_STEPS, Group, default_dtype
 from dmuon_tune.recipe import groups as cut
 from dmuon_tune.restarts import choose_restarts
-from dmuon_tune.words import counted
+from dmuon_tune.words import counted, shown
 
 from .ends import Ends, resolve_ends
 from .execution import GroupChain, Momentum
@@ -90,6 +90,9 @@ class GramNewtonSchulz:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The polar factors of ``x``, (..., rows, cols), as a new tensor of x's dtype; x itself is not changed."""
+        if not isinstance(x, Tensor) or x.layout != torch.strided:
+            given = f"one of {x.layout}" if isinstance(x, Tensor) else shown(x)
+            raise UsageError(f"Newton–Schulz needs a dense tensor, not {given}")
         device = x.device
         key = x.shape, x.dtype, device
         with self._lock, device_context(device):

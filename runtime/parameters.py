@@ -25,6 +25,12 @@ from .scales import SCALES
 MOMENTUM_FORMS = ("accumulate", "ema")
 # Of AdamW's groups only "momentum" stays, unused: OneCycleLR and CyclicLR set it in every group or in none.
 MATRIX_OPTIONS = ("momentum_form", "nesterov", "cautious", "scale", "split", "split_dim", "flatten")
+# What step reads of a group, by its use_muon.
+NEEDED_OPTIONS = {
+    True: ("lr", "weight_decay", "momentum", "nesterov", "cautious", "scale", "momentum_form", "maximize"),
+    False: ("lr", "weight_decay", "betas", "eps", "maximize"),
+}
+FIXED_OPTIONS = ("use_muon", "split", "split_dim", "flatten")
 
 logger = getLogger("dmuon_tune.runtime")
 
@@ -111,6 +117,9 @@ def check_group(group: dict[str, Any], index: int) -> None:
     check_options(group, f"group {index}: ", wait=True)
     for position, p in enumerate(group["params"]):
         name = name_of(group, index, position)
+        reason = unwritable(p)
+        if reason is not None:
+            raise UsageError(f"{name}: {reason}")
         if group["use_muon"]:
             blocks_of(p, group, name)
         elif not p.is_floating_point():
@@ -123,10 +132,13 @@ def check_options(group: Mapping[str, Any], where: str, wait: bool) -> None:
     Without ``wait``, at each step, a number on a device is not read, and a learning rate may be below 0, where
     schedules' rounding can leave it.
     """
+    for option in NEEDED_OPTIONS[group["use_muon"]]:
+        if option not in group:
+            raise UsageError(f"{where}{option} is missing; set it in the group again")
     if not wait:
         group = {name: 0.0 if _on_device(value) else value for name, value in group.items()}
         group["lr"] = abs(group["lr"]) if checks.is_number(group["lr"]) else group["lr"]
-    checks.flag(f"{where}maximize", group.get("maximize", False))
+    checks.flag(f"{where}maximize", group["maximize"])
     if not group["use_muon"]:
         check_adamw(group, where)
         return
@@ -138,6 +150,17 @@ def check_options(group: Mapping[str, Any], where: str, wait: bool) -> None:
     checks.one_of("scale", group["scale"], SCALES, where)
     checks.one_of("momentum_form", group["momentum_form"], MOMENTUM_FORMS, where)
     check_split(f"{where}split", group["split"], group["split_dim"])
+
+
+def check_fixed(group: Mapping[str, Any], fixed: Mapping[str, Any], where: str) -> None:
+    """UsageError where one of FIXED_OPTIONS is no longer what it was when the group was added."""
+    for option, value in fixed.items():
+        now = group.get(option)
+        if type(now) is not type(value) or now != value:
+            raise UsageError(
+                f"{where}{option} cannot change once a group is added; set it back to {shown(value)}, or make the "
+                "optimizer anew"
+            )
 
 
 def _on_device(value: Any) -> bool:
@@ -155,13 +178,35 @@ def check_adamw(options: Mapping[str, Any], where: str) -> None:
         checks.number(f"{where}betas[{place}]", beta, below=1.0)
 
 
-def unusable(p: Tensor, state: Mapping[str, Any], by_muon: bool) -> str | None:
-    """Why a parameter cannot be updated: its gradient, or state that is another parameter's."""
+def unwritable(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be updated where it lies: it is sparse, or several of its elements are one in memory."""
+    if tensor.layout != torch.strided:
+        return f"it is sparse ({tensor.layout}), and dense tensors are needed here"
+    if tensor.is_contiguous():
+        return None
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return "its elements share memory (as after expand()); make it a clone()"
+            reach += stride * (size - 1)
+    return None
+
+
+def unusable(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> str | None:
+    """Why a parameter cannot be updated: how it lies, its gradient, or state that is not a state of it."""
+    reason = unwritable(p)
+    if reason is not None:
+        return reason
+    by_muon = group["use_muon"]
     if p.grad is not None and p.grad.layout != torch.strided:
         otherwise = "use AdamW for it after to_dense()" if by_muon else "call to_dense() on it"
         return f"its gradient is sparse ({p.grad.layout}), and dense ones are needed here; {otherwise}"
+    reason = foreign(state, group)
+    if reason is not None:
+        return reason
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
+        if not isinstance(value, Tensor) or (value.ndim == 0 and key == "step"):
             continue
         if value.shape != p.shape:
             return f"its {key} is {tuple(value.shape)}, the parameter {tuple(p.shape)}: state of another model"
@@ -171,6 +216,38 @@ def unusable(p: Tensor, state: Mapping[str, Any], by_muon: bool) -> str | None:
                 "made, or load the optimizer's state_dict again"
             )
     return None
+
+
+def _moments(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tensors that a step updates beside the parameter; AdamW makes none where there is any state."""
+    if group["use_muon"]:
+        return ("momentum_buffer",) if "momentum_buffer" in state else ()
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ())) if state else ()
+
+
+def foreign(state: Any, group: Mapping[str, Any]) -> str | None:
+    """Why this is no state of any parameter of the group, its dtypes and its numbers."""
+    if not isinstance(state, Mapping):
+        return f"its state must be a mapping, not {shown(state)}"
+    for key in _moments(state, group):
+        value = state.get(key)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            found = value.dtype if isinstance(value, Tensor) else shown(value)
+            return f"its {key} must be a real floating-point tensor, not {found}: state of another optimizer"
+        reason = unwritable(value)
+        if reason is not None:
+            return f"its {key} cannot be updated: {reason}"
+    if state and not group["use_muon"] and not _is_count(state.get("step")):
+        return f"its step must be a number, not {shown(state.get('step'))}: state of another optimizer"
+    mu = state.get("momentum_mu", 0.0)
+    if not isinstance(mu, float) or not 0 <= mu < 1:
+        return f"its momentum_mu must be a number in [0, 1), not {shown(mu)}"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    """Whether AdamW can count its steps on with this."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1
 
 
 def dtype_of(given: Any) -> torch.dtype | None:

@@ -141,7 +141,8 @@ def _reports(
     # The RMS of each, and its singular values, in one transfer.
     columns = {"update_rms": torch.linalg.vector_norm(polars, dim=(-2, -1)) / math.sqrt(polars[0].numel())}
     if spectra:
-        values = torch.linalg.svdvals(polars)
+        finite = polars.isfinite().all(-1).all(-1)  # LAPACK refuses the others
+        values = torch.linalg.svdvals(polars.where(finite[:, None, None], 0)).where(finite[:, None], math.nan)
         columns |= {"sigma_min": values.amin(-1), "sigma_max": values.amax(-1)}
     found = []
     for matrix, row in zip(matrices, torch.stack(list(columns.values()), dim=-1).tolist(), strict=True):

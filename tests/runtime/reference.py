@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,3 +76,25 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> N
         optimizer.zero_grad()
         loss_of(model, seed).backward()
         optimizer.step()
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Copies of every parameter and of all of its state."""
+    return [
+        (p.detach().clone(), {key: copy.deepcopy(value) for key, value in optimizer.state.get(p, {}).items()})
+        for p in model.parameters()
+    ]
+
+
+def assert_unchanged(before: list[Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for (p, state), (was, held) in zip(snapshot(model, optimizer), before, strict=True):
+        assert torch.equal(p, was) and state.keys() == held.keys()
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                assert torch.equal(value, held[key]), key
+            else:
+                assert type(value) is type(held[key]), key
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))

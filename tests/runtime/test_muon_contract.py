@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,29 +15,7 @@ from torch.optim import lr_scheduler
 from dmuon_tune.errors import UsageError
 from dmuon_tune.runtime import Muon
 
-from .reference import gaussian, loss_of, network, reference, run, train
-
-
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Copies of every parameter and of all of its state."""
-    return [
-        (p.detach().clone(), {key: copy.deepcopy(value) for key, value in optimizer.state.get(p, {}).items()})
-        for p in model.parameters()
-    ]
-
-
-def assert_unchanged(before: list[Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for (p, state), (was, held) in zip(snapshot(model, optimizer), before, strict=True):
-        assert torch.equal(p, was) and state.keys() == held.keys()
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                assert torch.equal(value, held[key]), key
-            else:
-                assert type(value) is type(held[key]), key
-
-
-def equal(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+from .reference import assert_unchanged, equal, gaussian, loss_of, network, reference, run, snapshot, train
 
 
 def sparse(model: nn.Module) -> None:
@@ -68,9 +45,46 @@ FAILURES: dict[str, tuple[Callable[[nn.Module, Muon], Any], str]] = {
         lambda model, muon: muon.param_groups[1].update(lr=math.nan), "group 1: lr must be a finite number"
     ),
     "an unknown scale": (lambda model, muon: muon.param_groups[0].update(scale="x"), "group 0: unknown scale 'x'"),
-    "splits that no longer add up": (
-        lambda model, muon: (muon.param_groups[0].update(split=(5, 6)), muon._forget()),
-        "add up to 11, not to its 24 rows",
+    "another split": (
+        lambda model, muon: muon.param_groups[0].update(split=(12, 12)), r"group 0: split cannot change .* back to \(\)"
+    ),
+    "another dimension of the split": (
+        lambda model, muon: muon.param_groups[0].update(split_dim=1), "group 0: split_dim cannot change"
+    ),
+    "flattened later": (lambda model, muon: muon.param_groups[0].update(flatten=True), "0: flatten cannot change"),
+    "a group of the other optimizer": (
+        lambda model, muon: muon.param_groups[0].update(use_muon=False), "group 0: use_muon cannot change"
+    ),
+    "a group that no longer says whose it is": (
+        lambda model, muon: muon.param_groups[1].pop("use_muon"), "group 1: use_muon cannot change"
+    ),
+    "no learning rate": (lambda model, muon: muon.param_groups[0].pop("lr"), "group 0: lr is missing"),
+    "no betas": (lambda model, muon: muon.param_groups[1].pop("betas"), "group 1: betas is missing"),
+    "no direction": (lambda model, muon: muon.param_groups[1].pop("maximize"), "group 1: maximize is missing"),
+    "a momentum that is none": (
+        lambda model, muon: muon.state[model.get_parameter("5.weight")].update(momentum_buffer="junk"),
+        "'5.weight': its momentum_buffer must be a real floating-point tensor, not 'junk'",
+    ),
+    "a momentum of one element": (
+        lambda model, muon: muon.state[model.get_parameter("5.weight")].update(momentum_buffer=torch.tensor(0.0)),
+        r"'5.weight': its momentum_buffer is \(\), the parameter \(6, 24\)",
+    ),
+    "a momentum whose rows are one": (
+        lambda model, muon: muon.state[model.get_parameter("5.weight")].update(
+            momentum_buffer=torch.zeros(1, 24).expand(6, 24)
+        ),
+        "'5.weight': its momentum_buffer cannot be updated: its elements share memory",
+    ),
+    "half of AdamW's state": (
+        lambda model, muon: muon.state[model.get_parameter("5.bias")].pop("exp_avg_sq"),
+        "'5.bias': its exp_avg_sq must be a real floating-point tensor, not None",
+    ),
+    "AdamW's state without its step": (
+        lambda model, muon: muon.state[model.get_parameter("5.bias")].pop("step"), "'5.bias': its step must be a number"
+    ),
+    "a parameter that was expanded later": (
+        lambda model, muon: setattr(model.get_parameter("5.bias"), "data", torch.zeros(1).expand(6)),
+        "'5.bias': its elements share memory",
     ),
 }
 
@@ -96,6 +110,32 @@ def test_a_parameter_that_changed_its_shape_is_named() -> None:
     another_shape(model)
     with pytest.raises(UsageError, match=r"'3.weight': its momentum_buffer is \(24, 24\), the parameter \(24, 25\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("weight", [
+    torch.zeros(1, 6).expand(4, 6), torch.zeros(4, 1).expand(4, 6), torch.zeros(9).as_strided((4, 6), (1, 1)),
+    torch.zeros(4, 6).to_sparse(),
+], ids=["rows", "columns", "windows", "sparse"])
+def test_parameters_that_cannot_be_updated_where_they_lie_are_refused(weight: Tensor, use_muon: bool) -> None:
+    groups = [{"params": [("w", nn.Parameter(weight, requires_grad=False))], "use_muon": use_muon}]
+    with pytest.raises(UsageError, match="parameter 'w': its elements share memory|parameter 'w': it is sparse"):
+        Muon(groups)
+
+
+def test_views_whose_elements_are_their_own_are_taken() -> None:
+    whole = torch.zeros(8, 12)
+    weights = [nn.Parameter(view) for view in (whole[::2, ::3], whole[1::2].mT)]
+    run(Muon(weights), weights, [[gaussian(*weight.shape) for weight in weights]])
+    assert all(bool(weight.any()) for weight in weights)
+
+
+def test_a_changed_group_is_named_before_the_first_step_and_by_a_report() -> None:
+    optimizer = Muon([nn.Parameter(gaussian(4, 6))])
+    optimizer.param_groups[0]["use_muon"] = False
+    for call in (optimizer.step, optimizer.plan, optimizer.report):
+        with pytest.raises(UsageError, match="group 0: use_muon cannot change"):
+            call()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -253,64 +293,6 @@ def test_a_parameter_that_never_had_a_gradient_gets_no_state() -> None:
     assert model.get_parameter("3.weight") not in optimizer.state
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_momentum_keeps_its_values_through_a_checkpoint_of_another_dtype(saved: str, loaded: str) -> None:
-    dtypes: list[torch.dtype] = [getattr(torch, name) for name in (saved, loaded)]
-    first, second = (nn.Parameter(gaussian(6, 10, dtype=dtype)) for dtype in dtypes)
-    optimizer = Muon([first], momentum_form="ema")
-    run(optimizer, [first], [[gaussian(6, 10, seed=1)]])
-    held = optimizer.state[first]["momentum_buffer"]
-    state = copy.deepcopy(optimizer.state_dict())
-    for asked, want in ((None, dtypes[1]), ("float32", torch.float32)):
-        restored = Muon([second], momentum_dtype=asked)
-        restored.load_state_dict(copy.deepcopy(state))
-        buffer = restored.state[second]["momentum_buffer"]
-        # through the parameter's dtype, as PyTorch loads, fp32 would have lost 16 bits before it was fp32 again
-        assert buffer.dtype == want and torch.equal(buffer, held.to(want))
-        assert restored.param_groups[0]["momentum_form"] == "ema"
-        run(restored, [second], [[gaussian(6, 10, seed=2)]])
-
-
-def test_state_of_another_model_is_refused_and_nothing_kept_of_it() -> None:
-    model, wider = network(), nn.Sequential(*network())
-    wider[0] = nn.Linear(13, 24)
-    optimizer, other = Muon(model), Muon(wider)
-    train(model, optimizer, range(2))
-    for p in wider.parameters():
-        p.grad = torch.ones_like(p)
-    other.step()
-    before, lr = snapshot(model, optimizer), optimizer.param_groups[0]["lr"]
-    state = other.state_dict()
-    state["param_groups"][0]["lr"] = 7.0
-    with pytest.raises(UsageError, match=r"'0.weight': its momentum_buffer is \(24, 13\), the parameter \(24, 12\)"):
-        optimizer.load_state_dict(state)
-    assert_unchanged(before, model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == lr
-    state["param_groups"][0]["use_muon"] = False
-    with pytest.raises(UsageError, match="group 0 is Muon's here and was AdamW's"):
-        optimizer.load_state_dict(state)
-    train(model, optimizer, range(2, 3))
-
-
-def test_a_checkpoint_from_before_an_option_was_there_loads() -> None:
-    model = network()
-    optimizer = Muon(model, cautious=True)
-    train(model, optimizer, range(1))
-    state = copy.deepcopy(optimizer.state_dict())
-    for name in ("cautious", "momentum_form", "split", "split_dim", "flatten", "maximize"):
-        state["param_groups"][0].pop(name)
-    optimizer.load_state_dict(state)
-    assert optimizer.param_groups[0]["cautious"] is True
-    train(model, optimizer, range(1, 2))
-
-
-def test_how_parameters_are_split_is_the_models_and_not_the_checkpoints() -> None:
-    whole, cut = (nn.Parameter(gaussian(8, 12)) for _ in range(2))
-    saved, optimizer = Muon([whole]), Muon([{"params": [cut], "split": (4, 4)}])
-    optimizer.load_state_dict(saved.state_dict())
-    assert optimizer.param_groups[0]["split"] == (4, 4)
-
-
 def test_a_gradient_that_lies_otherwise_and_clipping() -> None:
     weight = nn.Parameter(gaussian(6, 10))
     start = weight.detach().clone()
@@ -335,27 +317,3 @@ def test_no_parameters_is_an_error() -> None:
         Muon([])
     with pytest.raises(UsageError, match="Tanh has no parameters to optimize"):
         Muon(nn.Tanh())
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_distributed_checkpoints_restore_it_by_name(flat: bool) -> None:
-    from torch.distributed.checkpoint import state_dict as by_name
-
-    options = by_name.StateDictOptions(flatten_optimizer_state_dict=flat)
-    model, twin = network(), network()
-    optimizer, restored = (Muon(each, momentum_form="ema") for each in (model, twin))
-    train(model, optimizer, range(2))
-    twin.load_state_dict(model.state_dict())
-    saved = copy.deepcopy(by_name.get_optimizer_state_dict(model, optimizer, options=options))
-    by_name.set_optimizer_state_dict(twin, restored, saved, options=options)
-    for each, its in ((model, optimizer), (twin, restored)):
-        train(each, its, range(2, 4))
-    assert equal(model, twin)
-
-
-def test_pickling_keeps_options() -> None:
-    model = network()
-    optimizer = Muon(model, skip_nonfinite=True, momentum_dtype="float64", maximize=True)
-    _, restored = pickle.loads(pickle.dumps((model, optimizer)))
-    assert restored._skip_nonfinite and restored._momentum_dtype == torch.float64
-    assert restored.param_groups[0]["maximize"] is True

@@ -89,6 +89,17 @@ def test_the_report_says_what_each_matrix_runs_on_and_how_far_it_moves() -> None
     assert lines[0].split()[:4] == ["name", "rows", "cols", "batch"] and lines[3].split()[0] == "c[0]"
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_spectrum_of_an_update_that_is_not_finite_is_nan(value: float) -> None:
+    weights = [nn.Parameter(gaussian(4, 6)) for _ in range(2)]
+    optimizer = Muon(weights)
+    run(optimizer, weights, [[gaussian(4, 6), torch.full((4, 6), value)]])
+    good, bad = optimizer.report(spectra=True).matrices
+    assert good.sigma_min is not None and good.sigma_max is not None and 0.5 < good.sigma_min < good.sigma_max < 1.5
+    assert all(figure is not None and math.isnan(figure) for figure in (bad.sigma_min, bad.sigma_max, bad.update_rms))
+    assert "nan" in str(optimizer.report(spectra=True))
+
+
 def test_scalars_are_tags_and_numbers() -> None:
     model = network()
     optimizer = Muon(model)

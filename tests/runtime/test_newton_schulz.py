@@ -276,3 +276,11 @@ def test_bad_options_are_named(arguments: dict[str, object], named: str) -> None
 def test_bad_input_is_refused(x: Tensor) -> None:
     with pytest.raises(UsageError, match="Newton–Schulz needs"):
         GramNewtonSchulz()(x)
+
+
+@pytest.mark.parametrize("x", [[1, 2], None, torch.ones(3, 4).to_sparse()], ids=["list", "none", "sparse"])
+def test_what_is_no_dense_tensor_is_refused(x: Any) -> None:
+    orthogonalize = GramNewtonSchulz()
+    orthogonalize(torch.ones(3, 4))
+    with pytest.raises(UsageError, match="Newton–Schulz needs a dense tensor, not "):
+        orthogonalize(x)
