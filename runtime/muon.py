@@ -139,17 +139,18 @@ class Muon(Optimizer):
             group["split"], group["split_dim"] = group["split"]
         super().add_param_group(group)
         added = self.param_groups[-1]
-        try:
-            check_group(added, len(self.param_groups) - 1)
-        except UsageError:
-            self.param_groups.pop()
-            raise
         if not added["use_muon"]:
             for name in MATRIX_OPTIONS:
                 added.pop(name, None)
             # PyTorch's load_state_dict reads this key to keep AdamW's step counter on the parameter's device.
             added.setdefault("fused", all(p.device.type in FUSED_DEVICES for p in added["params"]))
-        else:
+            AdamW([added])  # fills its other options in place
+        try:
+            check_group(added, len(self.param_groups) - 1)
+        except UsageError:
+            self.param_groups.pop()
+            raise
+        if added["use_muon"]:
             added["split"] = tuple(added["split"])  # a list could change unseen
         for p in added["params"][:1]:
             self._fixed[p] = {name: added[name] for name in FIXED_OPTIONS if name in added}
@@ -368,7 +369,7 @@ class Muon(Optimizer):
         if not groups:
             return
         if self._adamw is None:
-            self._adamw = AdamW(groups)  # fills the groups' missing AdamW options in place
+            self._adamw = AdamW(groups)
         self._adamw.param_groups = groups
         self._adamw.state = self.state
         self._adamw.step()

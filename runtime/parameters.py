@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
@@ -28,7 +29,7 @@ MATRIX_OPTIONS = ("momentum_form", "nesterov", "cautious", "scale", "split", "sp
 # What step reads of a group, by its use_muon.
 NEEDED_OPTIONS = {
     True: ("lr", "weight_decay", "momentum", "nesterov", "cautious", "scale", "momentum_form", "maximize"),
-    False: ("lr", "weight_decay", "betas", "eps", "maximize"),
+    False: tuple(AdamW([torch.zeros(1)]).defaults),
 }
 FIXED_OPTIONS = ("use_muon", "split", "split_dim", "flatten")
 
@@ -141,6 +142,8 @@ def check_options(group: Mapping[str, Any], where: str, wait: bool) -> None:
     checks.flag(f"{where}maximize", group["maximize"])
     if not group["use_muon"]:
         check_adamw(group, where)
+        if group["differentiable"]:
+            raise UsageError(f"{where}differentiable must be False, not {shown(group['differentiable'])}")
         return
     for option in ("lr", "weight_decay"):
         checks.number(where + option, group[option])

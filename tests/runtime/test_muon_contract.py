@@ -60,6 +60,10 @@ FAILURES: dict[str, tuple[Callable[[nn.Module, Muon], Any], str]] = {
     ),
     "no learning rate": (lambda model, muon: muon.param_groups[0].pop("lr"), "group 0: lr is missing"),
     "no betas": (lambda model, muon: muon.param_groups[1].pop("betas"), "group 1: betas is missing"),
+    "no amsgrad": (lambda model, muon: muon.param_groups[1].pop("amsgrad"), "group 1: amsgrad is missing"),
+    "a differentiable AdamW": (
+        lambda model, muon: muon.param_groups[1].update(differentiable=True), "group 1: differentiable must be False"
+    ),
     "no direction": (lambda model, muon: muon.param_groups[1].pop("maximize"), "group 1: maximize is missing"),
     "a momentum that is none": (
         lambda model, muon: muon.state[model.get_parameter("5.weight")].update(momentum_buffer="junk"),
