@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from glob import escape
 from logging import getLogger
 from typing import Any
@@ -26,14 +27,17 @@ from .scales import SCALES
 MOMENTUM_FORMS = ("accumulate", "ema")
 # Of AdamW's groups only "momentum" stays, unused: OneCycleLR and CyclicLR set it in every group or in none.
 MATRIX_OPTIONS = ("momentum_form", "nesterov", "cautious", "scale", "split", "split_dim", "flatten")
-# What step reads of a group, by its use_muon.
-NEEDED_OPTIONS = {
-    True: ("lr", "weight_decay", "momentum", "nesterov", "cautious", "scale", "momentum_form", "maximize"),
-    False: tuple(AdamW([torch.zeros(1)]).defaults),
-}
+# What step reads of a group of matrices.
+NEEDED_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "cautious", "scale", "momentum_form", "maximize")
 FIXED_OPTIONS = ("use_muon", "split", "split_dim", "flatten")
 
 logger = getLogger("dmuon_tune.runtime")
+
+
+@cache
+def needed_options(use_muon: bool) -> tuple[str, ...]:
+    """What step reads of a group; of AdamW's, which is asked late: making one imports PyTorch's compiler."""
+    return NEEDED_OPTIONS if use_muon else tuple(AdamW([torch.zeros(1)]).defaults)
 
 
 def groups_of(
@@ -133,7 +137,7 @@ def check_options(group: Mapping[str, Any], where: str, wait: bool) -> None:
     Without ``wait``, at each step, a number on a device is not read, and a learning rate may be below 0, where
     schedules' rounding can leave it.
     """
-    for option in NEEDED_OPTIONS[group["use_muon"]]:
+    for option in needed_options(group["use_muon"]):
         if option not in group:
             raise UsageError(f"{where}{option} is missing; set it in the group again")
     if not wait:
