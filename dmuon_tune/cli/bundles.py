@@ -92,9 +92,11 @@ def opened_source(place: str | None) -> Iterator[Source]:
             database, artefacts = str(bundle.database), bundle.artefacts
         else:
             database, artefacts = where, ArtefactStore.beside(where)
-        with _told_as(database, where), Store.open(database, read_only=True, shipped=database != where) as store:
+        with _told_as(database, where):  # what is done with the source says its own errors
+            store = stack.enter_context(Store.open(database, read_only=True, shipped=database != where))
             store.check()
-            yield Source(where if database != where else store.where, contents_of(store), artefacts)
+            contents = contents_of(store)
+        yield Source(where if database != where else store.where, contents, artefacts)
 
 
 @contextmanager
