@@ -202,6 +202,8 @@ def unwritable(tensor: Tensor) -> str | None:
 
 def unusable(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> str | None:
     """Why a parameter cannot be updated: how it lies, its gradient, or state that is not a state of it."""
+    if _is_usual(p, p.grad, state, group):
+        return None
     reason = unwritable(p)
     if reason is not None:
         return reason
@@ -223,6 +225,20 @@ def unusable(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> s
                 "made, or load the optimizer's state_dict again"
             )
     return None
+
+
+def _is_usual(p: Tensor, gradient: Tensor | None, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    """Whether a matrix lies as nearly all do, its momentum beside it: each step asks this of each one."""
+    by_muon = group["use_muon"] and isinstance(state, dict) and len(state) == 1
+    momentum = state.get("momentum_buffer") if by_muon else None
+    return (
+        isinstance(momentum, Tensor)
+        and p.layout == momentum.layout == torch.strided
+        and (gradient is None or gradient.layout == torch.strided)
+        and p.is_contiguous() and momentum.is_contiguous()
+        and momentum.shape == p.shape and momentum.device == p.device
+        and momentum.is_floating_point()
+    )
 
 
 def _moments(state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[str, ...]:
