@@ -1,0 +1,95 @@
+"""Assignments: every matrix has one owner, loads are what the costs say, bounds hold, memory limits are kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmuon_tune.errors import UsageError
+from dmuon_tune.runtime.ownership import Assignment, Costs, Work, assign
+from dmuon_tune.runtime.ownership.costs import Point
+
+
+def costs(*points: tuple[int, float]) -> Costs:
+    return Costs.of(Point(batch, us) for batch, us in points)
+
+
+def loads_of(work: Sequence[Work], found: Assignment, owners: int) -> list[float]:
+    """Each owner's time, from nothing but who owns what."""
+    batches = Counter((owner, item.rows, item.cols, item.costs) for owner, item in zip(found.owner, work, strict=True))
+    loads = [0.0] * owners
+    for (owner, _, _, priced), batch in batches.items():
+        loads[owner] += priced.us(batch)
+    return loads
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Work]:
+    """Some layers of some shapes, each with costs of its own."""
+    work = []
+    for rows in range(1, draw(st.integers(1, 4)) + 1):
+        alone = draw(st.floats(1.0, 500.0))
+        batched = draw(st.floats(0.3, 1.0))
+        priced = costs((1, alone), (2, 2 * alone * batched), (8, 8 * alone * batched**2))
+        state = draw(st.integers(1, 50))
+        work += [Work(rows, 64, layer, priced, state) for layer in range(draw(st.integers(1, 12)))]
+    return work
+
+
+@given(models(), st.integers(1, 9))
+def test_every_matrix_has_one_owner_and_loads_are_the_costs(work: list[Work], owners: int) -> None:
+    found = assign(work, owners, seconds=0.05)
+    assert len(found.owner) == len(work) and set(found.owner) <= set(range(owners))
+    assert found.loads_us == pytest.approx(loads_of(work, found, owners))
+    assert found.makespan_us == max(found.loads_us)
+    assert found.bound_us <= found.makespan_us * (1 + 1e-9)
+
+
+@given(models(), st.integers(2, 6), st.floats(1.05, 3.0))
+def test_memory_is_kept_or_refused(work: list[Work], owners: int, slack: float) -> None:
+    limit = int(sum(item.state_bytes for item in work) / owners * slack)
+    try:
+        found = assign(work, owners, seconds=0.05, memory_bytes=limit)
+    except UsageError as error:
+        assert "raise" in str(error)
+        return
+    held = Counter[int]()
+    for owner, item in zip(found.owner, work, strict=True):
+        held[owner] += item.state_bytes
+    assert max(held.values()) <= limit
+
+
+def test_batches_count() -> None:
+    # Two of the small shape cost one owner as much as one: they go together, and no owner takes three things.
+    large, small = costs((1, 10.0)), costs((1, 10.0), (2, 10.0))
+    found = assign([Work(8, 8, 0, large, 1), Work(2, 2, 0, small, 1), Work(2, 2, 1, small, 1)], 2)
+    assert found.owner[1] == found.owner[2] != found.owner[0]
+    assert (found.makespan_us, found.bound_us, found.gap) == (10.0, 10.0, 0.0)
+
+
+def test_nothing_to_assign() -> None:
+    assert assign([], 3) == Assignment((), (0.0, 0.0, 0.0), 0.0)
+
+
+def test_costs_between_and_beyond_points() -> None:
+    known = costs((4, 16.0), (2, 10.0))
+    assert [known.us(batch) for batch in (0, 1, 2, 3, 4, 8)] == [0.0, 10.0, 10.0, 13.0, 16.0, 32.0]
+    assert [known.measured(batch) for batch in (1, 2, 3, 4, 5)] == [False, True, True, True, False]
+    in_pieces = Costs(known.points, most=4)
+    assert in_pieces.us(7) == 16.0 + 13.0 and in_pieces.measured(7)
+
+
+def test_costs_never_fall() -> None:
+    assert [costs((1, 5.0), (2, 4.0)).us(batch) for batch in (1, 2)] == [5.0, 5.0]
+    with pytest.raises(UsageError, match="at least one"):
+        costs()
+
+
+@pytest.mark.parametrize("wrong", [{"owners": 0}, {"owners": 2, "nodes": 0}, {"owners": 2, "seconds": -1.0}])
+def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        assign([Work(2, 2, 0, costs((1, 1.0)), 1)], **wrong)  # type: ignore[arg-type]
