@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-             "dmuon_tune.runtime"]
+PRELOADED = [  # the compiler because optimizers and DTensors import it at their first use
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
+    "torch._dynamo", "torch._inductor.utils", "dmuon_tune.runtime",
+]
 VARIABLES = "DMUON_TUNE_"  # those of the caller hold for a case
 TIMEOUT_S = 60.0  # of a case, until its ranks are asked for their stacks and killed
 GRACE_S = 5.0  # that the others have when one rank has failed, if the case is to succeed
