@@ -27,6 +27,10 @@ class CacheError(DmuonTuneError):
     exit_code = 4
 
 
+class PeerError(DmuonTuneError):
+    """Another rank failed, is elsewhere in the program, or did not arrive in time. Exit code 1."""
+
+
 class NoLegalConfigError(DmuonTuneError):
     """No configuration of any kernel is legal for a problem on this device. Exit code 5."""
 

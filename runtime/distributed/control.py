@@ -1,0 +1,290 @@
+"""Agreement among ranks: what all must know, an error that reaches all, and waits that end and say for whom."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmuon_tune.errors import PeerError, said
+from dmuon_tune.words import counted
+
+TIMEOUT_S = 600.0  # PyTorch's own for NCCL
+LOOK_S = 1.0  # a rank that waits says so after this time, and looks after each whether another has failed
+MESSAGE_BYTES = 4096  # of every agreement: gloo ends the process where two ranks' messages differ in size
+RECORD_BYTES = 4096  # of what a rank says about itself once an agreement has failed
+_HEADER = 17  # whether it failed, eight bytes of where it is, their complement
+
+T = TypeVar("T")
+
+
+class Control:
+    """The ranks of ``group`` (default: all) over a gloo group on their CPUs; made by all of them together.
+
+    Every method that says *collective* is called by all ranks in the same order. Whatever fails raises on every rank:
+    on the one that failed its own error, on the others PeerError with its reason. A wait ends after ``timeout``
+    seconds; the error names what was waited for, the step and the ranks that did not arrive. From then on every call
+    raises. ``rank`` and ``size`` are in the group, ``ranks`` global, as are those in messages; ``step`` is the
+    caller's to count. ``group`` carries its collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_S) -> None:
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.rank, self.size = dist.get_rank(group), len(self.ranks)
+        self.timeout, self.step = timeout, 0
+        some = self.size < dist.get_world_size()
+        self.group = dist.new_group(self.ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=some)
+        self._store = dist.PrefixStore("dmuon_tune", self.group.get_group_store())
+        self._broken = ""
+        self._launched: deque[tuple[torch.cuda.Event, str, int]] = deque()
+        atexit.register(_tell_unhandled, weakref.ref(self))
+
+    def agree(self, what: str, flags: Sequence[int] = (), error: BaseException | None = None) -> list[int]:
+        """The elementwise largest of all ranks' ``flags`` (0 … 255, equally many on each); collective.
+
+        ``error`` is why this rank cannot go on. One small message, so that ranks which are not at the same ``what`` of
+        the same step hear of it; nothing is broken then, and all may go on from where they raised.
+        """
+        self._check_launched()
+        place = self._place(what) + (f", {counted(len(flags), 'flag')}" if flags else "")
+        where = hashlib.sha256(place.encode()).digest()[: (_HEADER - 1) // 2]
+        header = bytes([error is not None, *where, *(255 - byte for byte in where)])
+        room = MESSAGE_BYTES - _HEADER
+        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(header + bytes(flags[:room])), dtype=torch.uint8)
+        message[: len(sent)] = sent
+        found = self._largest(message, what)[: len(sent)].tolist()
+        if bytes(found[:_HEADER]) != header or error is not None:
+            self._explain(place, error)
+        rest = self._largest(torch.tensor(flags[room:], dtype=torch.uint8), what).tolist() if flags[room:] else []
+        largest: list[int] = found[_HEADER:] + rest
+        return largest
+
+    def decide(self, make: Callable[[], T], what: str) -> T:
+        """What ``make`` returns on the group's first rank, or its error, on every rank; collective.
+
+        It travels as JSON, so tuples come back as lists, on the first rank too; its hash is compared.
+        """
+        text, error = b"", None
+        if self.rank == 0:
+            try:
+                text = json.dumps(make()).encode()
+            except Exception as raised:
+                error = raised
+        self.agree(what, error=error)
+        length = torch.tensor([len(text)])
+        self._run(lambda: dist.broadcast(length, self.ranks[0], self.group, async_op=True), what)
+        payload = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0:
+            payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._run(lambda: dist.broadcast(payload, self.ranks[0], self.group, async_op=True), what)
+        received = bytes(payload.tolist())
+        self._same(received, what)
+        decided: T = json.loads(received)
+        return decided
+
+    def broadcast(self, given: T, what: str) -> T:
+        """The first rank's ``given``, as :meth:`decide` brings it; collective."""
+        return self.decide(lambda: given, what)
+
+    def gather(self, given: T, what: str) -> list[T]:
+        """Every rank's ``given``, which travels as JSON, by rank; collective."""
+        text = json.dumps(given).encode()
+        self.agree(what)
+        lengths = self._all(torch.tensor([len(text)]), what).flatten().tolist()
+        payload = torch.zeros(max(lengths), dtype=torch.uint8)
+        payload[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self._all(payload, what)
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+    def same(self, given: Any, what: str) -> None:
+        """PeerError on all, naming the ranks, where ``given``, as JSON, is not the first rank's; collective."""
+        self.agree(what)
+        self._same(json.dumps(given, sort_keys=True).encode(), what)
+
+    def wait(self, work: dist.Work | None, what: str, device: torch.device | None = None) -> None:
+        """Until a collective is complete; on a CUDA device until the current stream is made to wait for it.
+
+        There the next step's :meth:`agree` looks whether it has come to its end.
+        """
+        if work is None:  # of a group of one rank
+            return
+        if device is None or device.type == "cpu":
+            self._run(lambda: work, what)
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._lost(what, said(error))
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        self._launched.append((event, what, self.step))
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """What is raised inside reaches the ranks that wait for this one meanwhile, at once."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(f"{said(error)} ({self._place(what)})")
+            raise
+
+    def fail(self, reason: str) -> None:
+        """Tell the ranks that wait, or will, why this one does not arrive; the first reason told stays."""
+        if self._broken:
+            return
+        self._broken = reason
+        with suppress(RuntimeError):  # the store may have gone with the rank that kept it
+            self._store.compare_set("failure", "", f"rank {self.ranks[self.rank]} failed: {reason}")
+
+    def _place(self, what: str) -> str:
+        return f"{what}, step {self.step}"
+
+    def _largest(self, message: Tensor, what: str) -> Tensor:
+        self._run(lambda: dist.all_reduce(message, dist.ReduceOp.MAX, self.group, async_op=True), what)
+        return message
+
+    def _all(self, given: Tensor, what: str) -> Tensor:
+        """Every rank's tensor, stacked."""
+        found = given.new_empty(self.size, *given.shape)
+        self._run(lambda: dist.all_gather(list(found), given, self.group, async_op=True), what)
+        return found
+
+    def _same(self, text: bytes, what: str) -> None:
+        digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+        found = self._all(digest, what)
+        others = [rank for rank, other in zip(self.ranks, found, strict=True) if not other.equal(found[0])]
+        if others:
+            raise PeerError(f"{self._place(what)}: not the same on {_named(others)} as on rank {self.ranks[0]}")
+
+    def _explain(self, place: str, error: BaseException | None) -> None:
+        """Raise, on every rank, why they do not agree."""
+        told = {"place": place[:200], "error": said(error)[:300] if error is not None else ""}
+        text = json.dumps(told, ensure_ascii=False).encode()
+        record = torch.frombuffer(bytearray(text.ljust(RECORD_BYTES)), dtype=torch.uint8)
+        records = [json.loads(bytes(row.tolist())) for row in self._all(record, place)]
+        if error is not None:
+            raise error
+        failed = {rank: told["error"] for rank, told in zip(self.ranks, records, strict=True) if told["error"]}
+        if failed:
+            first, *others = failed
+            also = f"; {_named(others)} failed too" if others else ""
+            raise PeerError(f"rank {first} failed: {failed[first]} ({place}{also})")
+        places: dict[str, list[int]] = {}
+        for rank, told in zip(self.ranks, records, strict=True):
+            places.setdefault(told["place"], []).append(rank)
+        listed = "; ".join(f"{_named(ranks)}: {where}" for where, ranks in places.items())
+        raise PeerError(f"the ranks are not at the same place ({listed}); call the optimizer alike on all of them")
+
+    def _run(self, start: Callable[[], dist.Work], what: str) -> None:
+        """Start a collective and wait for its end; PeerError where another rank failed or none came in time."""
+        if self._broken:
+            raise PeerError(self._broken)
+        deadline = time.monotonic() + self.timeout
+        how = noted = ""
+        try:
+            work = start()
+            while not _is_complete(work, min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+                noted = self._note(self._place(what))
+                self._check_failure()
+                if time.monotonic() >= deadline:
+                    how = f"waited {self.timeout:g} s"
+                    break
+        except RuntimeError as error:
+            how = "the connection was closed in the wait" if "onnection" in str(error) else said(error)
+        if how:
+            self._lost(what, how)
+        if noted:
+            self._note("")
+
+    def _note(self, place: str) -> str:
+        """For the others: where this rank waits."""
+        with suppress(RuntimeError):
+            self._store.set(f"at {self.ranks[self.rank]}", place)
+        return place
+
+    def _check_failure(self) -> None:
+        """PeerError where a rank has told why it failed."""
+        with suppress(RuntimeError):
+            if self._store.check(["failure"]):
+                self._broken = self._store.get("failure").decode()
+        if self._broken:
+            raise PeerError(self._broken)
+
+    def _lost(self, what: str, how: str) -> None:
+        """Raise that a wait has ended without the others; who they are, is known once all that live have noted."""
+        place = self._note(self._place(what))
+        self._check_failure()
+        time.sleep(2 * LOOK_S)
+        self._check_failure()
+        missing: list[int] = []
+        elsewhere = ""
+        try:
+            for rank in self.ranks:
+                at = self._store.get(f"at {rank}").decode() if self._store.check([f"at {rank}"]) else ""
+                if not at:
+                    missing.append(rank)
+                elif at != place:
+                    elsewhere += f"; rank {rank} waits for {at}"
+            who = f"not arrived: {_named(missing)}" if missing else "all ranks wait"
+        except RuntimeError:
+            who = "the store does not answer: its process, mostly the first rank's, is gone"
+        self.fail(f"{how} for {place}; {who}{elsewhere}")
+        raise PeerError(self._broken)
+
+    def _check_launched(self) -> None:
+        """Collectives that streams waited for in earlier steps must have come to their end."""
+        deadline = time.monotonic() + self.timeout
+        while self._launched:
+            event, what, step = self._launched[0]
+            if event.query():
+                self._launched.popleft()
+            elif step == self.step:
+                return
+            elif time.monotonic() >= deadline:
+                self.fail(f"waited {self.timeout:g} s for {what}, step {step}")
+                raise PeerError(self._broken)
+            else:
+                time.sleep(0.0005)
+
+
+def _is_complete(work: dist.Work, seconds: float) -> bool:
+    """Whether it is after this time; raises the collective's error."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises, unless it was completed just now
+    return True
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank {listed}" if len(spans) == 1 and spans[0][0] == spans[0][1] else f"ranks {listed}"
+
+
+def _tell_unhandled(reference: weakref.ref[Control]) -> None:
+    """At exit: the exception that ended this process, which the interpreter keeps."""
+    control, error = reference(), getattr(sys, "last_value", None)
+    if control is not None and error is not None:
+        control.fail(said(error))
