@@ -178,6 +178,11 @@ class ArtefactStore:
         except OSError as error:
             raise ArtefactError(f"cannot remove {error.filename}: {error.strerror}; check the folder") from error
 
+    def prepare(self) -> None:
+        """Make the folder; ArtefactError or CacheError where it cannot be written."""
+        make_folder(self.folder)
+        os.close(self._lock_file())
+
     @contextmanager
     def building(self, key_sha256: str, config: Mapping[str, Any], wait: bool = True) -> Iterator[bool]:
         """Hold the right to build one artefact against other processes; a process that ends gives it back.
@@ -188,15 +193,18 @@ class ArtefactStore:
         """
         make_folder(self.folder)
         byte = int(artefact_id(key_sha256, config)[:12], 16)
-        path = self.folder / LOCK_NAME
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ArtefactError(f"cannot write {path}: {error.strerror}; build in a writable folder") from error
+        descriptor = self._lock_file()
         try:
             yield _lock(descriptor, byte, wait)
         finally:
             os.close(descriptor)
+
+    def _lock_file(self) -> int:
+        path = self.folder / LOCK_NAME
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ArtefactError(f"cannot write {path}: {error.strerror}; build in a writable folder") from error
 
     def _records(self) -> list[Path]:
         try:
