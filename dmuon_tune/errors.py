@@ -49,3 +49,10 @@ def said(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def outcome(error: Exception) -> tuple[int, str]:
+    """The exit code of an error that ends a program, and the line that it says."""
+    if isinstance(error, DmuonTuneError):
+        return error.exit_code, "error: " + " ".join(str(error).split())
+    return 1, f"error: {said(error)}; --debug shows where"

@@ -17,11 +17,10 @@ import argparse
 import gc
 import json
 import math
-import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -44,13 +43,14 @@ from _bench_methods import (
 )
 from _bench_processes import PREPARE_S, READY, LeftOut, Row, side_by_side
 from _bench_timing import Replay, ceiling_flops, eager, graph_of, interleaved
+from _runner import Parser, check_writable, run
 
 import dmuon_tune
 from dmuon_tune.backends.probe import fingerprint, resolve
 from dmuon_tune.cache import Layers
 from dmuon_tune.cli.options import positive, seconds
 from dmuon_tune.coefficients import coefficient_set
-from dmuon_tune.errors import DmuonTuneError, UsageError, said
+from dmuon_tune.errors import said
 from dmuon_tune.models.shape_text import parse as parse_shapes
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import Group, default_dtype
@@ -289,11 +289,10 @@ def serve(pipe: Connection, groups: list[Group], options: argparse.Namespace, le
         pipe.send((bench.results, bench.unchecked))
 
 
-def run(options: argparse.Namespace) -> int:
+def compare(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     groups = parse_shapes(options.shapes + ("," + UNSEEN if options.unseen else ""))
-    if options.json and (options.json.is_dir() or not os.access(options.json.absolute().parent, os.W_OK)):
-        raise UsageError(f"--json {options.json}: name a file in an existing folder that can be written")
+    check_writable("--json", options.json)
     setting = setting_of(options)
     device = torch.device(resolve("auto"))
     found = fingerprint(device.type)
@@ -342,8 +341,8 @@ def names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="bench_ns", description=(__doc__ or "").splitlines()[0])
     keys = tuple(methods(""))
     parser.add_argument("--shapes", default=SHAPES, help="BATCHxROWSxCOLS, comma-separated (default: 15 shapes)")
     parser.add_argument("--unseen", action="store_true", help=f"also {UNSEEN}")
@@ -363,12 +362,8 @@ def main() -> int:
                         f"of several processes takes longer to prepare has failed (default: {PREPARE_S:.0f}s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure here")
-    try:
-        return run(parser.parse_args())
-    except DmuonTuneError as error:
-        print(f"bench_ns: error: {error}", file=sys.stderr)
-        return error.exit_code
+    return compare(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("bench_ns", main))

@@ -22,9 +22,12 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
+from _runner import Parser, run
+
 from dmuon_tune import recipe
 from dmuon_tune.backends import CompiledKernel, backends
 from dmuon_tune.cache import Contents, Layers, Result, Store, keep
+from dmuon_tune.cli.options import positive
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.matrices import select
@@ -97,15 +100,13 @@ def timed_plan(path: Path, groups: Sequence[Group], profile: bool) -> dict[str, 
     return {"ms": took_ms, "cpu_ms": cpu_ms, "groups": len(groups), "products": len(resolver.bound), "tuned": tuned}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="bench_plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen2.5-7b", choices=presets.names())
-    parser.add_argument("--entries", type=int, default=10_000)
+    parser.add_argument("--entries", type=positive, default=10_000)
     parser.add_argument("--cache", type=Path, help="this cache, as it is (one run, in this process)")
     parser.add_argument("--profile", action="store_true", help="where the time goes, on stderr")
     options = parser.parse_args(arguments)
-    if options.entries < 1:
-        parser.error("--entries must be at least 1")
     groups = groups_of(options.preset)
     if options.cache:
         print(json.dumps(timed_plan(options.cache, groups, options.profile)))
@@ -124,4 +125,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("bench_plan", main))

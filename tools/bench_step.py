@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from _bench_methods import PEER_VERSION, RESTARTS, STEPS, Refused, plain_ns, recurrence
 from _bench_timing import host_us, row_us, spread, synchronize
+from _runner import Parser, check_writable, run
 from bench_ns import guarded, names, versions
 from torch import Tensor, nn
 
 from dmuon_tune.backends.probe import fingerprint, resolve
 from dmuon_tune.cli.options import positive
 from dmuon_tune.coefficients import CoefficientSet, coefficient_set
-from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.matrices import select
 from dmuon_tune.models import presets
 from dmuon_tune.recipe import default_dtype
@@ -284,7 +284,8 @@ def print_table(found: Sequence[Entrant]) -> None:
     print(table(["optimizer", "step_ms", "p20", "p80", "host_ms", "state_GB", "peak_GB", "off", ""], rows), flush=True)
 
 
-def run(options: argparse.Namespace) -> int:
+def compare(options: argparse.Namespace) -> int:
+    check_writable("--json", options.json)
     device = torch.empty(0, device=resolve("auto")).device
     shapes = shapes_of(options.preset)
     dtype = options.dtype or default_dtype(device.type)
@@ -332,8 +333,8 @@ def details(mine: Entrant, found: Sequence[Entrant], device: torch.device, steps
     return {"phases_us": split, "runs": found_runs, "speedup": speedup, "memory": memory}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="bench_step", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="qwen2.5-1.5b", help="the model's matrices (default: qwen2.5-1.5b)")
     parser.add_argument("--entrants", type=names(entrants()), default=tuple(entrants()),
                         help=f"some of {','.join(entrants())}")
@@ -346,12 +347,8 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="the chain's (default: by device)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure here")
-    try:
-        return run(parser.parse_args())
-    except DmuonTuneError as error:
-        print(f"bench_step: error: {error}", file=sys.stderr)
-        return error.exit_code
+    return compare(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("bench_step", main))

@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from _runner import Parser, run
 
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.cli.output import config_text, microseconds, say, table
-from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.measure.standing import winners
 from dmuon_tune.problem import Problem
 from dmuon_tune.words import counted
@@ -59,12 +61,12 @@ def apart(first: Tuning, second: Tuning, problem: Problem) -> float:
     return max(a_us, b_us) / min(a_us, b_us) - 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="compare_caches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first")
     parser.add_argument("second")
     parser.add_argument("--within", type=float, default=0.01, help="of each other's time (default: 0.01)")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     first, second = Tuning.read(args.first), Tuning.read(args.second)
     common = [problem for problem in first.winners if problem in second.winners]
     rows, far = [], 0
@@ -89,7 +91,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except DmuonTuneError as error:
-        sys.exit(f"compare_caches: {error}")
+    sys.exit(run("compare_caches", main))

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+
+from _runner import Parser, run
 
 from dmuon_tune.cache import Store
-from dmuon_tune.errors import DmuonTuneError, UsageError
+from dmuon_tune.errors import UsageError
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.problem import EPILOGUES, LAYOUTS, Problem
 from dmuon_tune.recipe import FORMS, Group, default_dtype
@@ -25,8 +28,8 @@ from dmuon_tune.search.schedule import problem_search
 from dmuon_tune.words import counted
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="record_space", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", help="such as gram.triton; with --shape")
     parser.add_argument("--shape", help="batch x m x n x k")
     parser.add_argument("--layout", choices=LAYOUTS, default="row")
@@ -41,11 +44,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, help="seconds for this run")
     parser.add_argument("--cache", required=True, help="cache file that is measured into")
     parser.add_argument("--out", help="record to write: a .json.gz file")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    args = arguments()
+def main(arguments: Sequence[str]) -> int:
+    args = options_of(arguments)
     if bool(args.chain) == bool(args.kernel and args.shape):
         raise UsageError("give --kernel and --shape of a product, or --chain")
     options = TuneOptions(device=args.device, trials=args.limit, budget_s=args.budget, workers=args.workers)
@@ -54,6 +57,7 @@ def main() -> None:
     print(f"{counted(len(record.rows), 'configuration')}, {record.failures} of them failed; {missing} not measured")
     if args.out:
         record.write(args.out)
+    return 0
 
 
 def record_product(args: argparse.Namespace, store: Store, run: Run) -> tuple[Record, int]:
@@ -90,9 +94,4 @@ def extents(text: str, what: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DmuonTuneError as error:
-        sys.exit(f"record_space: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(run("record_space", main))

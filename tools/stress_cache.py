@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from _runner import Parser, run
+
 from dmuon_tune.cache import Layers, Store, TuningKey
 from dmuon_tune.device import DeviceFingerprint, Toolchain
 from dmuon_tune.measurement import Measurement
@@ -150,8 +152,8 @@ def kills(path: Path, count: int) -> dict[str, Any]:
     return {"kills": count, "kept": begin, "faults": faults}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="stress_cache", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("writers", "kills"))
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -168,4 +170,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("stress_cache", main))

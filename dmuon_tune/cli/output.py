@@ -83,10 +83,10 @@ def open_missing_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
-def note(text: str) -> None:
+def note(text: str, program: str = "dmuon-tune") -> None:
     """Information for a person: stderr, one line; where stderr is full, nobody can be told."""
     with suppress(OSError):
-        print(f"dmuon-tune: {text}", file=sys.stderr)
+        print(f"{program}: {text}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

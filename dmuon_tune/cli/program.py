@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from dmuon_tune.errors import DmuonTuneError
+from dmuon_tune.errors import outcome
 
 from .output import LogLines, drop_stdout, flush, note, open_missing_streams
 from .parser import build
 
+DEBUG = "--debug"  # every command has it
 BROKEN_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE, as shells report it
 
 
@@ -21,28 +22,36 @@ def run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     logger, lines = logging.getLogger("dmuon_tune"), LogLines(logging.WARNING)
     logger.addHandler(lines)
+
+    def command() -> int:
+        args = build().parse_args(arguments)
+        code: int = args.run(args)
+        return code
+
     try:
-        return _run(arguments)
-    except BrokenPipeError:
-        drop_stdout()
-        return BROKEN_PIPE_EXIT_CODE
-    except Exception as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        expected = isinstance(error, DmuonTuneError)
-        said = str(error) if expected else f"{type(error).__name__}: {error}; --debug shows where"
-        note("error: " + " ".join(said.split()))
-        return error.exit_code if isinstance(error, DmuonTuneError) else 1
+        return guarded(command, "dmuon-tune", DEBUG in arguments)
     finally:
         logger.removeHandler(lines)
 
 
-def _run(arguments: list[str]) -> int:
-    code: int
+def guarded(command: Callable[[], int], program: str, debug: bool) -> int:
+    """Exit code of a program's command; an error is its one line on stderr, under its traceback with ``debug``.
+
+    KeyboardInterrupt passes.
+    """
     try:
-        args = build().parse_args(arguments)
-        code = args.run(args)
-    except SystemExit as stop:  # argparse, after --help and --version
-        code = stop.code if isinstance(stop.code, int) else 0
-    flush()
-    return code
+        try:
+            code = command()
+        except SystemExit as stop:  # argparse, after --help and --version
+            code = stop.code if isinstance(stop.code, int) else 0
+        flush()
+        return code
+    except BrokenPipeError:
+        drop_stdout()
+        return BROKEN_PIPE_EXIT_CODE
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code, line = outcome(error)
+        note(line, program)
+        return code

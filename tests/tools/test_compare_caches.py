@@ -47,4 +47,4 @@ def test_winners_are_the_same_or_so_far_apart(tmp_path: Path) -> None:
     assert "2 with winners more than 1% apart" in done.stderr
     assert compare(first, second, "--within", "0.11").returncode == 0
     missing = compare(first, "nowhere.sqlite")
-    assert missing.returncode == 1 and missing.stderr.startswith("compare_caches: no cache at")
+    assert missing.returncode == 4 and missing.stderr.startswith("compare_caches: error: no cache at")
