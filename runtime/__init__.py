@@ -8,9 +8,12 @@ if __name__ == "runtime":
 from dmuon_tune.coefficients import COEFFICIENTS, CoefficientSet
 
 from .blocks import Split
+from .distributed.clipping import clip_grad_norm_
 from .muon import Muon
 from .newton_schulz import GramNewtonSchulz
 from .plan import Plan, plan
 from .report import Report
 
-__all__ = ["COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "Report", "Split", "plan"]
+__all__ = [
+    "COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "Report", "Split", "clip_grad_norm_", "plan",
+]

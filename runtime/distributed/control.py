@@ -46,9 +46,9 @@ class Control:
         self.timeout, self.step = timeout, 0
         some = self.size < dist.get_world_size()
         self.group = dist.new_group(self.ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=some)
-        self._store = dist.PrefixStore("dmuon_tune", self.group.get_group_store())
+        self._store = self.group.get_group_store()
         self._broken = ""
-        self._launched: deque[tuple[torch.cuda.Event, str, int]] = deque()
+        self._launched: deque[tuple[torch.Event, str, int]] = deque()
         atexit.register(_tell_unhandled, weakref.ref(self))
 
     def agree(self, what: str, flags: Sequence[int] = (), error: BaseException | None = None) -> list[int]:
@@ -128,7 +128,7 @@ class Control:
             work.wait()
         except RuntimeError as error:
             self._lost(what, said(error))
-        event = torch.cuda.Event()
+        event: torch.Event = torch.Event(device)
         event.record(torch.cuda.current_stream(device))
         self._launched.append((event, what, self.step))
 

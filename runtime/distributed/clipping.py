@@ -1,0 +1,141 @@
+"""Clips gradients by their global norm: every element of every layout counted once, in one reduction."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dmuon_tune import checks
+from dmuon_tune.errors import DmuonTuneError, UsageError
+from dmuon_tune.words import counted, shown
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor] | nn.Module | Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their norm, as one vector's, is at most ``max_norm``; returns what it was.
+
+    As ``torch.nn.utils.clip_grad_norm_`` of the model that is not sharded. ``parameters`` may also be a module or an
+    optimizer. Among them may be DTensors of several meshes and placements and plain tensors, which are taken to be the
+    same on every rank of ``process_group`` (default: all ranks): each of these has its part of every parameter. Where
+    there are DTensors, all ranks call this together: one reduction of one number, and one more for each gradient that
+    is still a partial sum. ``norm_type`` is p > 0 or inf. UsageError for what cannot be used; DmuonTuneError, with
+    nothing changed, where ``error_if_nonfinite`` and the norm is NaN or infinite.
+    """
+    for option, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not checks.is_number(value) or not float(value) >= 0 or (option == "norm_type" and float(value) == 0):
+            raise UsageError(f"{option} must be a positive number or inf, not {shown(value)}")
+    power, found = float(norm_type), _listed(parameters)
+    gradients = [p.grad for p in found if p.grad is not None]
+    if any(gradient.layout != torch.strided for gradient in gradients):
+        raise UsageError("clip_grad_norm_: a gradient is sparse; give the embedding sparse=False")
+    device = gradients[0].device if gradients else torch.device("cpu")
+    sharded = _sharded(found)
+    total = _total(gradients, power, dist.get_world_size(process_group) if sharded else 1, device)
+    if sharded:
+        kind = sharded[0].device_mesh.device_type  # the gradients may be offloaded
+        total = _reduced(total.to(kind), power, process_group).to(device)
+    wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
+    norm = (total if math.isinf(power) else total.pow(1 / power)).to(max(wide, key=_bits, default=torch.float32))
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise DmuonTuneError(f"the gradients' norm is {norm.item()}: nothing was clipped; skip this step or lower the "
+                             "loss scale")
+    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in PyTorch
+    for alike in _by_kind(map(_local, gradients)):
+        torch._foreach_mul_(alike, factor.to(alike[0].device))
+    return norm
+
+
+def _reduced(total: Tensor, power: float, group: dist.ProcessGroup | None) -> Tensor:
+    if not math.isinf(power):
+        dist.all_reduce(total, group=group)
+        return total
+    largest = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan()])  # which a MAX may drop
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return torch.where(largest[1] > 0, math.nan, largest[0])
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    if isinstance(parameters, Optimizer):
+        return [p for group in parameters.param_groups for p in group["params"]]
+    if isinstance(parameters, nn.Module):
+        return list(parameters.parameters())
+    return list(checks.each_of("parameters", (parameters,) if isinstance(parameters, Tensor) else parameters, Tensor))
+
+
+def _sharded(parameters: Iterable[Tensor]) -> list[DTensor]:
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    from torch.distributed.tensor import DTensor
+
+    return [p for p in parameters if isinstance(p, DTensor)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    found = _sharded([tensor])
+    return found[0].to_local() if found else tensor
+
+
+def _total(gradients: list[Tensor], power: float, size: int, device: torch.device) -> Tensor:
+    """This rank's share of Σ|g|^p, or its largest |g|, in float64.
+
+    Of ``size`` ranks that have their part of every tensor, size / (number of its shards) hold the same part; each of
+    them counts that share of it.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        shards, held = _held(gradient)
+        if size % shards:
+            cut = counted(shards, "shard")
+            raise UsageError(f"clip_grad_norm_: a gradient of {tuple(gradient.shape)} in {cut} is not on all of "
+                             f"{counted(size, 'rank')}; give the process_group that has every parameter")
+        by_copies[size // shards].append(held)
+    for copies, tensors in by_copies.items():
+        for alike in _by_kind(tensors):
+            wide = torch.promote_types(alike[0].dtype, torch.float32)
+            norms = torch.stack(torch._foreach_norm(alike, power, dtype=wide)).double().to(device)
+            total = torch.maximum(total, norms.max()) if math.isinf(power) else total + norms.pow(power).sum() / copies
+    return total
+
+
+def _held(gradient: Tensor) -> tuple[int, Tensor]:
+    """Into how many shards the tensor is cut, and this rank's; a partial sum is reduced for it."""
+    found = _sharded([gradient])
+    if not found:
+        return 1, gradient
+    whole = found[0]
+    if any(placement.is_partial() for placement in whole.placements):
+        from torch.distributed.tensor import Replicate
+
+        whole = whole.redistribute(placements=[Replicate() if p.is_partial() else p for p in whole.placements])
+    cut = [size for size, p in zip(whole.device_mesh.shape, whole.placements, strict=True) if not p.is_replicate()]
+    return math.prod(cut), whole.to_local()
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those that are not empty, together where device and dtype are the same."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            kinds[tensor.device, tensor.dtype].append(tensor)
+    return list(kinds.values())
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
