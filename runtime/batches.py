@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +42,17 @@ class Setting:
     def rate(self, rows: int, cols: int) -> Rate:
         return Rate(self._lr, self._weight_decay, self._sign * self._scale(rows, cols), self.group["cautious"])
 
+    def carry(self, state: dict[str, Any], buffers: Iterable[Tensor]) -> None:
+        """Bring a parameter's momentum to this step's μ: of an average the buffers hold M / (1 − μ)."""
+        if self.average:
+            held = state.get("momentum_mu", self.mu)
+            if held != self.mu:
+                for buffer in buffers:
+                    buffer.mul_((1 - held) / (1 - self.mu))
+            state["momentum_mu"] = self.mu
+        elif len(state) > 1:
+            state.pop("momentum_mu", None)
+
     def kind(self, p: Tensor, gradient_dtype: torch.dtype, rows: int, cols: int) -> Kind:
         return Kind(p.device, p.dtype, gradient_dtype, rows, cols, self._mode, self.mu, self._plain)
 
@@ -52,3 +65,15 @@ class Batch:
     gradients: list[Tensor] = field(default_factory=list)
     momenta: list[Tensor] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
+
+
+def are_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether all entries are; waits for the device."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if gradient.numel():
+            by_device[gradient.device].append(gradient)
+    # The largest entry: unlike the sum of squares it overflows only where an entry has.
+    largest = [torch.stack([norm.double() for norm in torch._foreach_norm(some, float("inf"))])
+               for some in by_device.values()]
+    return all(bool(norms.isfinite().all()) for norms in largest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ def blocks_of(p: Tensor, group: dict[str, Any], name: str) -> Blocks:
 
 
 def _extents(p: Tensor, flattened: bool) -> tuple[int, int]:
-    return (p.shape[0], p[0].numel()) if flattened else (p.shape[-2], p.shape[-1])
+    return (p.shape[0], prod(p.shape[1:])) if flattened else (p.shape[-2], p.shape[-1])
 
 
 def _order(p: Tensor, name: str) -> tuple[int, ...]:
@@ -86,7 +87,8 @@ def _order(p: Tensor, name: str) -> tuple[int, ...]:
     """
     strides = p.stride()
     order = (0, *sorted(range(1, p.ndim), key=lambda dim: -strides[dim]))
-    if not p.permute(order).is_contiguous():
+    lies = torch.empty_strided(p.shape, strides, device="meta")  # a DTensor is not to be computed with
+    if not lies.permute(order).is_contiguous():
         raise UsageError(f"{name}: it cannot be flattened where it lies; make it contiguous, or leave it to AdamW")
     return order
 

@@ -21,6 +21,7 @@ from dmuon_tune.kernel_specs.polar_small import input_scale
 from .ends import Ends, Launch
 from .plan import GroupPlan
 from .static import Constant, Static, Workspace, capturing
+from .updates import move_by_numbers
 
 ALIGNMENT_BYTES = 16  # of what products read and write
 MAX_WHOLE_GRAPHS = 4  # results that a loop keeps at a time; the caching allocator hands out their addresses in turn
@@ -175,7 +176,7 @@ class GroupChain:
         else:
             polar = workspace.buffer("polar", (piece.size, *weights[0].shape), weights[0].dtype)
             self._write(piece, ends, polar, workspace)
-            _move(weights, polar.unbind(), rates)
+            move_by_numbers(weights, polar.unbind(), rates)
 
     def _entered(self) -> Workspace:
         """The shared buffers; in a capture of the caller's buffers of its own, which its graph then keeps."""
@@ -339,13 +340,3 @@ def _spaced(matrices: Tensor, count: int) -> range:
 
 def _writable(tensor: Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT_BYTES == 0 and tensor.is_contiguous()
-
-
-def _move(weights: Sequence[Tensor], directions: Sequence[Tensor], rates: Sequence[tuple[float, float]]) -> None:
-    """W ← decay·W − rate·direction."""
-    for decay, rate in set(rates):
-        at = [place for place, pair in enumerate(rates) if pair == (decay, rate)]
-        some = [weights[place] for place in at]
-        if decay != 1.0:
-            torch._foreach_mul_(some, decay)
-        torch._foreach_add_(some, [directions[place] for place in at], alpha=-rate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import DEFAULT_STEPS, Group
 
-from .batches import Batch, Kind, Setting
+from .batches import Batch, Kind, Setting, are_finite
 from .blocks import Blocks, Split, blocks_of
-from .checkpoints import adopt
+from .checkpoints import restore
 from .execution import Momentum
+from .mode import group_for
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
 from .parameters import (
     FIXED_OPTIONS,
@@ -31,7 +32,6 @@ from .parameters import (
     check_group,
     check_options,
     dtype_of,
-    foreign,
     groups_of,
     name_of,
     print_once,
@@ -41,6 +41,13 @@ from .parameters import (
 from .plan import Plan
 from .report import Report, report
 from .updates import Rate, move
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .distributed.exchange import Traffic
+    from .distributed.gather import Gather
+    from .ownership import Assignment
 
 FUSED_DEVICES = ("cuda", "cpu")
 
@@ -96,6 +103,9 @@ class Muon(Optimizer):
         momentum_dtype: str | torch.dtype | None = None,
         skip_nonfinite: bool = False,
         verbose: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_bytes: int = 2**28,
+        timeout: float = 600.0,
     ) -> None:
         self._newton_schulz = GramNewtonSchulz(
             coefficients, steps, restarts, ns_dtype, layers=layers, on_miss=on_miss, eps=eps, graphs=graphs
@@ -109,6 +119,7 @@ class Muon(Optimizer):
         self._skip_nonfinite, self._momentum_dtype = skip_nonfinite, dtype_of(momentum_dtype)
         self.skipped_steps = 0  # by skip_nonfinite, since this object was made
         self._fixed: dict[Tensor, dict[str, Any]] = {}  # by a group's first parameter
+        self._gather: Gather | None = None
         self._forget()
         defaults = {
             "use_muon": True, "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
@@ -124,8 +135,18 @@ class Muon(Optimizer):
         elif by_pattern or flatten:
             raise UsageError("splits and flatten find parameters of a module; give groups their own split and flatten")
         super().__init__(groups, defaults)
+        self._distribute(params, process_group, bucket_bytes, timeout)
         if verbose and table:
             print_once(table)
+
+    def _distribute(self, params: Any, given: ProcessGroup | None, bucket_bytes: int, timeout: float) -> None:
+        checks.integer("bucket_bytes", bucket_bytes)
+        checks.number("timeout", timeout)
+        group = group_for(params, self._parameters(), given)
+        if group is not None:
+            from .distributed.gather import Gather  # imports DTensor, which one process does without
+
+            self._gather = Gather(group, self._newton_schulz, self._momentum_dtype, bucket_bytes, timeout)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; with ``use_muon`` False its missing options are the constructor's ``adamw_*``."""
@@ -156,8 +177,22 @@ class Muon(Optimizer):
             self._fixed[p] = {name: added[name] for name in FIXED_OPTIONS if name in added}
         self._forget()
 
+    @property
+    def traffic(self) -> Traffic | None:
+        """What this rank has done and sent, where parameters are distributed."""
+        return None if self._gather is None else self._gather.traffic
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """Who owns which matrix, in the order of parameters, and at what cost; once the ranks have decided it."""
+        return None if self._gather is None else self._gather.assignment
+
     def plan(self) -> tuple[Plan, ...]:
         """Resolve the kernels of every matrix now, one plan a device; otherwise the first step does it."""
+        if self._gather is not None:
+            plans = self._gather.place(self)
+            self._planned = True
+            return plans
         self._check_groups()
         counts: Counter[Kind] = Counter()
         for setting in self._settings():
@@ -168,13 +203,13 @@ class Muon(Optimizer):
         wanted: dict[torch.device, list[tuple[Group, Kind]]] = defaultdict(list)
         for kind, count in counts.items():
             wanted[kind.device] += [(batch, kind) for _, batch in cut_batch(count, kind.rows, kind.cols)]
-        plans = []
+        resolved = []
         for device, found in wanted.items():
-            plans.append(self._newton_schulz.plan_for([batch for batch, _ in found], device))
+            resolved.append(self._newton_schulz.plan_for([batch for batch, _ in found], device))
             for batch, kind in found:
                 self._newton_schulz.prepare(batch, device, kind.gradient_dtype, kind.mode, kind.dtype)
         self._planned = True
-        return tuple(plans)
+        return tuple(resolved)
 
     @_disable_dynamo  # a compiled training step calls it as it is; torch.compiler.disable would import dynamo
     @torch.no_grad()
@@ -188,13 +223,20 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._gather is None:
+            self._step_alone()
+        elif not self._gather.step(self):
+            self.skipped_steps += 1
+        return loss
+
+    def _step_alone(self) -> None:
         with record_function("Muon: check"):
             if not self._planned:
                 self.plan()
             self._check_step()
-            if self._skip_nonfinite and not self._gradients_are_finite():
+            if self._skip_nonfinite and not are_finite(p.grad for p in self._parameters() if p.grad is not None):
                 self.skipped_steps += 1
-                return loss
+                return
         with record_function("Muon: group"):
             batches = self._batches()
         for kind, batch in batches.items():
@@ -202,7 +244,6 @@ class Muon(Optimizer):
                 self._move(kind, batch)
         with record_function("Muon: AdamW"):
             self._adamw_step()
-        return loss
 
     def report(self, spectra: bool = False) -> Report:
         """What each matrix runs on and how far it moves; with ``spectra`` its update's singular values too.
@@ -226,7 +267,7 @@ class Muon(Optimizer):
         handle = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))  # after the user's own
         try:
             super().load_state_dict(state_dict)
-            self._restore(final, before[1])
+            restore(self.state, self.param_groups, final, before[1], self._momentum_dtype)
             self._check_step(with_gradient=False)
         except Exception:
             self.state, self.param_groups = before
@@ -235,37 +276,14 @@ class Muon(Optimizer):
             handle.remove()
             self._forget()
 
-    def _restore(self, saved: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        for index, (group, old) in enumerate(zip(self.param_groups, groups, strict=True)):
-            if group.setdefault("use_muon", old["use_muon"]) != old["use_muon"]:
-                names = {True: "Muon", False: "AdamW"}
-                raise UsageError(
-                    f"group {index} is {names[old['use_muon']]}'s here and was {names[group['use_muon']]}'s when it "
-                    "was saved; make the optimizer with the groups it had"
-                )
-            factor = adopt(group) if old["use_muon"] else 1.0
-            group.update({name: old[name] for name in ("split", "split_dim", "flatten") if name in old})
-            for name, value in old.items():
-                group.setdefault(name, value)  # an option younger than what was saved
-            check_options(group, f"group {index}: ", wait=False)
-            keys = saved["param_groups"][index]["params"]
-            for position, (p, key) in enumerate(zip(group["params"], keys, strict=True)):
-                state = saved["state"].get(key, {})
-                reason = foreign(state, group)  # of what was saved: PyTorch has made it real
-                if reason is not None:
-                    raise UsageError(f"{name_of(group, index, position)}: {reason}")
-                momentum = state.get("momentum_buffer")
-                dtype = self._momentum_dtype or p.dtype
-                # What PyTorch restored has been through the parameter's dtype.
-                if momentum is not None and (factor != 1.0 or dtype != p.dtype):
-                    wide = torch.promote_types(momentum.dtype, dtype)
-                    self.state[p]["momentum_buffer"] = momentum.to(p.device, wide).mul(factor).to(dtype)
-
     def _forget(self) -> None:
         """What was derived from the groups."""
         self._adamw: AdamW | None = None
         self._planned = False
         self._layouts: dict[Tensor, tuple[Any, Blocks | None]] = {}
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for group in self.param_groups for p in group["params"])
 
     def _settings(self) -> Iterator[Setting]:
         """Every Muon group's."""
@@ -301,17 +319,6 @@ class Muon(Optimizer):
                 if group["use_muon"]:
                     self._blocks_of(group, index, position)
 
-    def _gradients_are_finite(self) -> bool:
-        gradients: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.grad.numel():
-                    gradients[p.device].append(p.grad)
-        # The largest entry: unlike the sum of squares it overflows only where an entry has.
-        largest = [torch.stack([norm.double() for norm in torch._foreach_norm(some, float("inf"))])
-                   for some in gradients.values()]
-        return all(bool(norms.isfinite().all()) for norms in largest)
-
     def _batches(self) -> dict[Kind, Batch]:
         """The matrices that have a gradient, by what they must share to run together; their step has been checked."""
         batches: dict[Kind, Batch] = defaultdict(Batch)
@@ -344,13 +351,7 @@ class Muon(Optimizer):
         buffer: Tensor = state["momentum_buffer"]
         if blocks and blocks.order and buffer.stride() != p.stride():  # it must be a view as well
             state["momentum_buffer"] = buffer = torch.empty_like(p, dtype=buffer.dtype).copy_(buffer)
-        if setting.average:
-            held = state.get("momentum_mu", setting.mu)
-            if held != setting.mu:
-                buffer.mul_((1 - held) / (1 - setting.mu))
-            state["momentum_mu"] = setting.mu
-        elif len(state) > 1:
-            state.pop("momentum_mu", None)
+        setting.carry(state, (buffer,))
         return buffer
 
     def _move(self, kind: Kind, batch: Batch) -> None:
@@ -375,7 +376,9 @@ class Muon(Optimizer):
         self._adamw.step()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_adamw", "_planned", "_layouts")
+        if self._gather is not None:
+            raise UsageError("an optimizer of several processes cannot be pickled or copied; save its state_dict()")
+        derived = ("_adamw", "_planned", "_layouts", "_gather")
         own = ("_newton_schulz", "_fixed", "_adamw_options", "_skip_nonfinite", "_momentum_dtype", "skipped_steps")
-        fresh: dict[str, Any] = dict(zip(derived, (None, False, {}), strict=True))
+        fresh: dict[str, Any] = dict(zip(derived, (None, False, {}, None), strict=True))
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **fresh}

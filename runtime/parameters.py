@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from glob import escape
 from logging import getLogger
+from math import prod
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def groups_of(
     for unused in unmatched([*include, *exclude, *flatten, *splits], named):
         logger.warning("pattern %r matches no parameter of %s", unused, type(module).__name__)
     flat = {name for name, p in named.items() if p.ndim > 2 and _first_match(flatten, name)}
-    shapes = {name: (p.shape[0], p[0].numel()) if name in flat else tuple(p.shape) for name, p in named.items()}
+    shapes = {name: (p.shape[0], prod(p.shape[1:])) if name in flat else tuple(p.shape) for name, p in named.items()}
     selection = select(shapes.items(), [*include, *map(escape, flat)], exclude)
     by_layout: dict[tuple[Split, bool], list[tuple[str, Tensor]]] = defaultdict(list)
     by_layout[Split(()), False] = []

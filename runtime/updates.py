@@ -1,4 +1,4 @@
-"""Weight updates that no kernel's epilogue knows: cautious decay, and a learning rate that lies on the device."""
+"""Weight updates by PyTorch: where no kernel does them in its epilogue, and those that none knows."""
 
 from __future__ import annotations
 
@@ -52,3 +52,15 @@ def move(weights: Sequence[Tensor], polars: Tensor, rates: Sequence[Rate]) -> No
             new = torch.where(polar.sign() * old.sign() * rate.factor >= 0, new, old)
         new -= polar * (rate.lr * rate.factor)
         torch._foreach_copy_(some, new.unbind())
+
+
+def move_by_numbers(
+    weights: Sequence[Tensor], directions: Sequence[Tensor], rates: Sequence[tuple[float, float]]
+) -> None:
+    """W ← decay·W − rate·direction."""
+    for decay, rate in set(rates):
+        at = [place for place, pair in enumerate(rates) if pair == (decay, rate)]
+        some = [weights[place] for place in at]
+        if decay != 1.0:
+            torch._foreach_mul_(some, decay)
+        torch._foreach_add_(some, [directions[place] for place in at], alpha=-rate)

@@ -258,6 +258,7 @@ WRONG_TYPES: dict[str, tuple[Any, ...]] = {
     "momentum_form": WRONG_NAMES, "momentum_dtype": ("float8", "x", 16, True, torch.int8, "nn"),
     "flatten": ("0.weight", 3, None, (3,), True),
     "splits": ((2, 3), "x", {"a": 3}, {"a": (2.0,)}, {"a": ()}, {"a": "12"}, {3: (2,)}, {"a": Split((1,), 2)}),
+    "process_group": ("world", 3, True), "bucket_bytes": WRONG_INTEGERS, "timeout": WRONG_NUMBERS,
 }
 
 

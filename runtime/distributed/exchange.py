@@ -1,0 +1,199 @@
+"""Carries pieces of matrices between their holders and their owners: packs, one collective a round, unpacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, all_to_all_single
+from torch.profiler import record_function
+
+from .control import Control
+from .pieces import Fragment, Matrix, Piece
+from .rounds import Round
+
+T = TypeVar("T")
+
+
+@dataclass
+class Traffic:
+    """What this rank has done since the optimizer was made.
+
+    ``ns_runs``: matrices that it orthogonalized; ``collectives`` of its exchange, ``bytes_sent`` and
+    ``bytes_received`` in them: what stays on the rank is no part of these.
+    """
+
+    steps: int = 0
+    ns_runs: int = 0
+    collectives: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One fragment of matrix ``matrix``; ``start``: its first element in a buffer."""
+
+    matrix: int
+    fragment: Fragment
+    start: int
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One rank's part of one collective; sizes in elements, by rank. ``kept``: fragments that are here already.
+
+    ``empty``: no rank sends anything, so there is no collective.
+    """
+
+    sends: tuple[Parcel, ...]
+    receives: tuple[Parcel, ...]
+    kept: tuple[Parcel, ...]
+    send_sizes: tuple[int, ...]
+    receive_sizes: tuple[int, ...]
+    empty: bool
+
+
+def to_owners(within: Round, matrices: Sequence[Matrix], rank: int) -> Transfer:
+    """Every piece of the round's matrices from one of its holders to the owner."""
+    return _transfer(
+        ((matrices[place].sender(piece, owner), owner, place, piece)
+         for owner, batch in enumerate(within.batches) for place in batch for piece in matrices[place].pieces),
+        rank, len(within.batches),
+    )
+
+
+def to_holders(within: Round, matrices: Sequence[Matrix], rank: int) -> Transfer:
+    """Every piece of the round's matrices from the owner to all of its holders."""
+    return _transfer(
+        ((owner, holder, place, piece) for owner, batch in enumerate(within.batches) for place in batch
+         for piece in matrices[place].pieces for holder in piece.holders),
+        rank, len(within.batches),
+    )
+
+
+def _transfer(flow: Iterator[tuple[int, int, int, Piece]], rank: int, world: int) -> Transfer:
+    """Of all that flows, (source, target, matrix, piece) in an order that is the same on all ranks."""
+    sends: list[list[tuple[int, Fragment]]] = [[] for _ in range(world)]
+    receives: list[list[tuple[int, Fragment]]] = [[] for _ in range(world)]
+    kept: list[Parcel] = []
+    empty = True
+    for source, target, matrix, piece in flow:
+        empty = empty and source == target
+        if source == target == rank:
+            kept += [Parcel(matrix, fragment, 0) for fragment in piece.fragments]
+        elif source == rank:
+            sends[target] += [(matrix, fragment) for fragment in piece.fragments]
+        elif target == rank:
+            receives[source] += [(matrix, fragment) for fragment in piece.fragments]
+    return Transfer(*map(_parcels, (sends, receives)), tuple(kept), *map(_sizes, (sends, receives)), empty)
+
+
+def _parcels(by_rank: Sequence[Sequence[tuple[int, Fragment]]]) -> tuple[Parcel, ...]:
+    found, start = [], 0
+    for some in by_rank:
+        for matrix, fragment in some:
+            found.append(Parcel(matrix, fragment, start))
+            start += fragment.numel
+    return tuple(found)
+
+
+def _sizes(by_rank: Sequence[Sequence[tuple[int, Fragment]]]) -> tuple[int, ...]:
+    return tuple(sum(fragment.numel for _, fragment in some) for some in by_rank)
+
+
+class Room:
+    """A flat buffer that is kept from step to step and grows, and the views that its users have of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._views: dict[Any, Any] = {}
+
+    def view(self, user: Any, numel: int, dtype: torch.dtype, make: Callable[[Tensor], T]) -> T:
+        """``make`` of the first ``numel`` elements; made once for each user and dtype while the buffer is the same."""
+        nbytes = numel * dtype.itemsize
+        if nbytes > self._bytes.numel():
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._bytes.device)
+            self._views.clear()
+        if (user, dtype) not in self._views:
+            self._views[user, dtype] = make(self._bytes[:nbytes].view(dtype))
+        found: T = self._views[user, dtype]
+        return found
+
+    def forget(self) -> None:
+        """Drop the views of users that are no more."""
+        self._views.clear()
+
+
+@dataclass
+class Posted:
+    """A collective under way; ``arrived`` are its transfer's ``receives``, in order, to be read after a wait for it."""
+
+    transfer: Transfer
+    arrived: list[Tensor]
+    work: Any
+    what: str
+
+
+@dataclass
+class Slot:
+    """Where one transfer under way is packed and arrives."""
+
+    device: torch.device
+    out: Room = field(init=False)
+    into: Room = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.out, self.into = Room(self.device), Room(self.device)
+
+
+class Exchange:
+    """Posts transfers, all ranks of ``group`` in the same order, and counts what they carry."""
+
+    def __init__(self, group: ProcessGroup, control: Control, traffic: Traffic, device: torch.device) -> None:
+        self._group, self._control, self._traffic, self._device = group, control, traffic, device
+
+    def post(self, transfer: Transfer, dtype: torch.dtype, slot: Slot, given: Sequence[Tensor], what: str) -> Posted:
+        """Send ``given``, one tensor for each of the transfer's ``sends``, of the fragment's shape.
+
+        The slot's buffers are in use until the transfer has been waited for and what arrived has been read.
+        """
+        sent, received = sum(transfer.send_sizes), sum(transfer.receive_sizes)
+        out, parcels = slot.out.view(transfer, sent, dtype, lambda flat: (flat, _views(flat, transfer.sends)))
+        into, arrived = slot.into.view(transfer, received, dtype, lambda flat: (flat, _views(flat, transfer.receives)))
+        copy(parcels, given)
+        if transfer.empty:
+            return Posted(transfer, arrived, None, what)
+        # As bytes: whether a backend knows the dtype does not matter.
+        size = dtype.itemsize
+        work = all_to_all_single(
+            into.view(torch.uint8), out.view(torch.uint8), [count * size for count in transfer.receive_sizes],
+            [count * size for count in transfer.send_sizes], group=self._group, async_op=True,
+        )
+        self._traffic.collectives += 1
+        self._traffic.bytes_sent += sent * size
+        self._traffic.bytes_received += received * size
+        return Posted(transfer, arrived, work, what)
+
+    def wait(self, posted: Posted) -> list[Tensor]:
+        """What arrived; on a GPU the current stream waits, on a CPU the caller."""
+        if posted.work is not None:
+            with record_function("Muon: wait"):
+                self._control.wait(posted.work, posted.what, self._device)
+            posted.work = None
+        return posted.arrived
+
+
+def _views(flat: Tensor, parcels: Sequence[Parcel]) -> list[Tensor]:
+    return [
+        flat[parcel.start : parcel.start + parcel.fragment.numel].view(parcel.fragment.shape) for parcel in parcels
+    ]
+
+
+def copy(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Each tensor into its place, in as few launches as there can be."""
+    if into:
+        torch._foreach_copy_(list(into), list(given))

@@ -1,0 +1,257 @@
+"""The distributed part of Muon: ranks agree on each step, gradients go to the owners and updates to the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+from dmuon_tune.errors import UsageError
+from dmuon_tune.recipe import Group
+
+from ..batches import Kind, Setting, are_finite
+from ..blocks import Blocks
+from ..newton_schulz import GramNewtonSchulz, cut_batch
+from ..ownership import Assignment
+from ..parameters import name_of
+from ..plan import Plan
+from .adamw import LocalAdamW
+from .control import Control
+from .exchange import Exchange, Traffic, to_holders, to_owners
+from .pieces import Matrix, local_of
+from .pipeline import Moving, Pipeline, Stage
+from .placement import Found, Survey, owners_of, survey
+from .rounds import Item, rounds
+
+if TYPE_CHECKING:
+    from ..muon import Muon
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of gradients
+NO_GRADIENT = 0  # as a code; of a gradient: 1 + 2 · dtype + whether it is placed otherwise than its parameter
+Lane = tuple[torch.dtype, torch.dtype]  # in which matrices go to their owner, and come back
+
+
+class Gather:
+    """What a :class:`Muon` whose parameters lie on the ranks of ``group`` does together with the others.
+
+    A matrix's momentum is on its owner alone, in ``state[p]["owned"]``, by block. All ranks call the optimizer's
+    methods in the same order; where one raises, each does.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, newton_schulz: GramNewtonSchulz, momentum_dtype: torch.dtype | None,
+        bucket_bytes: int, timeout: float,
+    ) -> None:
+        self.traffic = Traffic()
+        self.assignment: Assignment | None = None
+        self._group, self._newton_schulz, self._momentum_dtype = group, newton_schulz, momentum_dtype
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._made: Control | None = None
+        self._owners: dict[tuple[Tensor, int], int] = {}  # by parameter and block
+        self._survey = Survey((), ())
+        self._owner: list[int] = []
+        self._schedules: dict[tuple[int, ...], list[Stage]] = {}
+        self._adamw = LocalAdamW()
+
+    @property
+    def control(self) -> Control:
+        """Made when it is first needed, by all ranks together."""
+        if self._made is None:
+            self._made = Control(self._group, self._timeout)
+        return self._made
+
+    def place(self, optimizer: Muon) -> tuple[Plan, ...]:
+        """Agree on where all matrices are, whose they are and which kernels run; collective. Returns this rank's."""
+        found, error = list[Found](), None
+        try:
+            optimizer._check_groups()
+            found = _found(optimizer)
+            devices = {local_of(each.tensor).device for each in found if each.blocks is not None}
+            if len(devices) > 1:
+                raise UsageError(f"matrices are on {len(devices)} devices; a rank needs all of them on one")
+        except UsageError as raised:
+            error = raised
+        self._survey = survey(found, self._group, self.control, error)
+        self._own(found)
+        device = next(iter(devices), torch.device("cpu"))
+        # A gloo group with a collective in flight keeps a process from ending; control's has a timeout of ours.
+        carrying = self.control.group if device.type == "cpu" else self._group
+        exchange = Exchange(carrying, self.control, self.traffic, device)
+        self._pipeline = Pipeline(exchange, self._newton_schulz, device, self._survey.matrices, self.traffic)
+        self._schedules.clear()
+        codes = [NO_GRADIENT if each.blocks is None else _code(each.tensor, each.tensor) for each in found]
+        moving = self._reading(optimizer)
+        stages = self._scheduled(codes, moving)
+        groups = [group for stage in stages for _, group in self._batches(stage, moving)]
+        return (self._newton_schulz.plan_for(groups, device),) if groups else ()
+
+    def step(self, optimizer: Muon) -> bool:
+        """One update of all parameters, wherever they are; False where it was skipped for NaN or inf; collective."""
+        self.control.step += 1
+        if not optimizer._planned:
+            self.place(optimizer)
+            optimizer._planned = True
+        with record_function("Muon: check"):
+            codes = self._agreed(optimizer)
+        if codes is None:
+            return False
+        moving = self._reading(optimizer)
+        stages = self._scheduled(codes, moving)
+        self._carry(optimizer, moving, codes)
+        with self.control.guard("step"), record_function("Muon: exchange"):
+            self._pipeline.run(stages, moving)
+        with record_function("Muon: AdamW"):
+            groups = [group for group in optimizer.param_groups if not group["use_muon"]]
+            self._adamw.step(groups, optimizer.state)
+        self.traffic.steps += 1
+        return True
+
+    def _own(self, found: Sequence[Found]) -> None:
+        """Decide who owns the matrices that nobody owns yet: whoever owns one has its momentum."""
+        def key(matrix: Matrix) -> tuple[Tensor, int]:
+            return found[matrix.parameter].tensor, matrix.block
+
+        new = [matrix for matrix in self._survey.matrices if key(matrix) not in self._owners]
+        if new:
+            self.assignment = owners_of(new, found, self._momentum_dtype, self.control)
+            self._owners |= {key(matrix): owner for matrix, owner in zip(new, self.assignment.owner, strict=True)}
+        self._owner = [self._owners[key(matrix)] for matrix in self._survey.matrices]
+
+    def _agreed(self, optimizer: Muon) -> tuple[int, ...] | None:
+        """What gradient every parameter has, on all ranks; None where one is not finite and the step is to be skipped.
+
+        Raises on all ranks, before anything has changed, for what any of them cannot use. A shard without gradient
+        counts as 0 where others have one.
+        """
+        found, codes, finite, error = list[Found](), list[int](), True, None
+        parameters = _parameters(optimizer)
+        try:
+            optimizer._check_step()
+            codes = [_code(p, p.grad) for p in parameters]
+            finite = not optimizer._skip_nonfinite or are_finite(
+                local_of(p.grad) for p in parameters if p.grad is not None
+            )
+        except UsageError as raised:
+            error, codes = raised, [NO_GRADIENT] * len(parameters)
+        flags = [not finite, *codes, *(255 - code for code in codes)]
+        nonfinite, *both = self.control.agree("gradients", flags, error)
+        most, least = both[: len(codes)], [255 - code for code in both[len(codes) :]]
+        found = _found(optimizer)
+        for index, p in enumerate(parameters):
+            reason = self._disagreement(index, p, least[index], most[index])
+            if reason is not None:
+                raise UsageError(f"{found[index].name}: {reason}")
+        if nonfinite:
+            return None
+        for p, code in zip(parameters, most, strict=True):
+            if code and p.grad is None:
+                p.grad = torch.zeros_like(p)
+            if code and not code % 2:  # such as the partial sums of sequence parallelism
+                assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
+                p.grad = p.grad.redistribute(placements=p.placements)
+        return tuple(most)
+
+    def _disagreement(self, index: int, p: Tensor, least: int, most: int) -> str | None:
+        """Why a gradient that ranks have otherwise cannot be used; the same on all ranks."""
+        if least == most:
+            return None
+        if least != NO_GRADIENT:
+            return "its gradient has another dtype or other placements on some ranks"
+        if self._survey.replicated[index] or not most % 2 or DTYPES[(most - 1) // 2] != p.dtype:
+            return (
+                "it has a gradient on some ranks only, and none that can be taken for 0 on the others; average it "
+                "over the replicas first, as DistributedDataParallel does with find_unused_parameters=True"
+            )
+        return None
+
+    def _reading(self, optimizer: Muon) -> Moving:
+        """What a step reads of the groups."""
+        settings: list[Setting | None] = []
+        for index, group in enumerate(optimizer.param_groups):
+            setting = Setting(group, index) if group["use_muon"] else None
+            settings += [setting] * len(group["params"])
+        return Moving(settings, _parameters(optimizer))
+
+    def _carry(self, optimizer: Muon, moving: Moving, codes: Sequence[int]) -> None:
+        """Make the momentum of matrices that move for the first time, and bring all to this step's μ."""
+        for place, matrix in enumerate(self._survey.matrices):
+            if codes[matrix.parameter]:
+                p = moving.parameters[matrix.parameter]
+                owned = optimizer.state[p].setdefault("owned", {})
+                moving.owned[matrix.parameter] = owned
+                if self._owner[place] == self.control.rank and matrix.block not in owned:
+                    dtype, device = self._momentum_dtype or p.dtype, local_of(p).device
+                    owned[matrix.block] = torch.zeros(matrix.rows, matrix.cols, dtype=dtype, device=device)
+        for parameter, owned in moving.owned.items():
+            setting = moving.settings[parameter]
+            assert setting is not None
+            setting.carry(optimizer.state[moving.parameters[parameter]], owned.values())
+
+    def _scheduled(self, codes: Sequence[int], moving: Moving) -> list[Stage]:
+        """The stages of a step in which gradients are as ``codes`` say, with their kernels; made once."""
+        settings = moving.settings
+        key = tuple(NO_GRADIENT if setting is None else code for code, setting in zip(codes, settings, strict=True))
+        if key not in self._schedules:
+            lanes = [(DTYPES[(code - 1) // 2], p.dtype) for code, p in zip(key, moving.parameters, strict=True)]
+            moves = [place for place, matrix in enumerate(self._survey.matrices) if key[matrix.parameter]]
+            self._schedules[key] = self._stages(moves, lanes)
+            self._resolve(self._schedules[key], moving)
+        return self._schedules[key]
+
+    def _stages(self, moves: Sequence[int], lanes: Sequence[Lane]) -> list[Stage]:
+        """The rounds in which matrices, by place, move, and this rank's part of them; ``lanes`` are by parameter."""
+        matrices, rank = self._survey.matrices, self.control.rank
+        items = []
+        for place in moves:
+            matrix = matrices[place]
+            lane = lanes[matrix.parameter]
+            nbytes = matrix.rows * matrix.cols * max(dtype.itemsize for dtype in lane)
+            items.append(Item(place, lane, matrix.rows, matrix.cols, self._owner[place], nbytes))
+        return [
+            Stage(each, each.batches[rank], to_owners(each, matrices, rank), to_holders(each, matrices, rank))
+            for each in rounds(items, self.control.size, self._bucket_bytes)
+        ]
+
+    def _resolve(self, stages: Sequence[Stage], moving: Moving) -> None:
+        """Kernels for the batches that this rank runs."""
+        for stage in stages:
+            for kind, group in self._batches(stage, moving):
+                self._newton_schulz.prepare(group, kind.device, kind.gradient_dtype, kind.mode, kind.dtype)
+
+    def _batches(self, stage: Stage, moving: Moving) -> Iterator[tuple[Kind, Group]]:
+        for kind, places in self._pipeline.kinds(stage, moving).items():
+            yield from ((kind, group) for _, group in cut_batch(len(places), kind.rows, kind.cols))
+
+
+def _parameters(optimizer: Muon) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _found(optimizer: Muon) -> list[Found]:
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            blocks = None
+            if group["use_muon"]:
+                blocks = optimizer._blocks_of(group, index, position) or Blocks()
+            found.append(Found(name_of(group, index, position), p, blocks))
+    return found
+
+
+def _code(p: Tensor, gradient: Any) -> int:
+    """A gradient as a number below 256; UsageError where it is none of this parameter's."""
+    if gradient is None:
+        return NO_GRADIENT
+    if gradient.dtype not in DTYPES:
+        raise UsageError(f"gradients of {gradient.dtype} cannot be used; choose one of {DTYPES}")
+    code = 1 + 2 * DTYPES.index(gradient.dtype)
+    if not isinstance(p, DTensor):
+        return code
+    if not isinstance(gradient, DTensor) or gradient.device_mesh != p.device_mesh:
+        raise UsageError("a gradient of a DTensor must be a DTensor on the same mesh")
+    return code + (gradient.placements != p.placements)

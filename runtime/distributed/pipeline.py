@@ -1,0 +1,223 @@
+"""Rounds as they run: gradients of later rounds and updates of earlier ones travel while one is orthogonalized."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..batches import Kind, Setting
+from ..execution import Momentum
+from ..newton_schulz import GramNewtonSchulz
+from ..updates import Rate, move, move_by_numbers
+from .exchange import Exchange, Parcel, Posted, Room, Slot, Traffic, Transfer, copy
+from .pieces import Matrix, cut, local_of
+from .rounds import DEPTH, Round
+
+Local = Callable[[Matrix], Tensor]  # a matrix → a tensor that lies as its parameter's local one
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One round and this rank's part of it: its ``batch``, and what it sends and receives."""
+
+    round: Round
+    batch: tuple[int, ...]
+    inward: Transfer
+    outward: Transfer
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self.round.lane[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.round.lane[1]
+
+
+@dataclass(frozen=True)
+class Moving:
+    """What one step reads, by parameter: its group's options (None: AdamW's), itself, and the momenta, by block, of
+    those of its matrices that this rank owns."""
+
+    settings: Sequence[Setting | None]
+    parameters: Sequence[Tensor]
+    owned: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    _rates: dict[tuple[int, int, int], Rate] = field(default_factory=dict)
+
+    def setting(self, matrix: Matrix) -> Setting:
+        setting = self.settings[matrix.parameter]
+        assert setting is not None
+        return setting
+
+    def rate(self, matrix: Matrix) -> Rate:
+        setting = self.setting(matrix)
+        key = setting.index, matrix.rows, matrix.cols
+        if key not in self._rates:
+            self._rates[key] = setting.rate(matrix.rows, matrix.cols)
+        return self._rates[key]
+
+    def kind(self, matrix: Matrix, gradient_dtype: torch.dtype) -> Kind:
+        p = self.parameters[matrix.parameter]
+        return self.setting(matrix).kind(p, gradient_dtype, matrix.rows, matrix.cols)
+
+    def weight(self, matrix: Matrix) -> Tensor:
+        return local_of(self.parameters[matrix.parameter])
+
+    def gradient(self, matrix: Matrix) -> Tensor:
+        gradient = self.parameters[matrix.parameter].grad
+        assert gradient is not None
+        return local_of(gradient)
+
+    def momentum(self, matrix: Matrix) -> Tensor:
+        return self.owned[matrix.parameter][matrix.block]
+
+
+class Pipeline:
+    """Runs stages on one device: at most ``DEPTH`` rounds of gradients and two of updates are under way.
+
+    All collectives are posted in the order of the stages, alike on all ranks. Buffers are kept from step to step.
+    On a GPU the host waits for nothing: the current stream packs, orthogonalizes and updates, the backend's carries.
+    """
+
+    def __init__(
+        self, exchange: Exchange, newton_schulz: GramNewtonSchulz, device: torch.device, matrices: Sequence[Matrix],
+        traffic: Traffic,
+    ) -> None:
+        self._exchange, self._newton_schulz, self._device = exchange, newton_schulz, device
+        self._matrices, self._traffic = matrices, traffic
+        self._inward, self._outward = ([Slot(device) for _ in range(DEPTH)] for _ in range(2))
+        self._inputs, self._polars = Room(device), Room(device)
+
+    def run(self, stages: Sequence[Stage], moving: Moving) -> None:
+        """One step of all of the stages' matrices."""
+        arriving = deque(
+            self._post_inward(stages, index, moving.gradient) for index in range(min(DEPTH, len(stages)))
+        )
+        leaving: Posted | None = None
+        for index, stage in enumerate(stages):
+            gradients = self._assembled(stage, arriving.popleft(), moving.gradient)
+            if index + DEPTH < len(stages):
+                arriving.append(self._post_inward(stages, index + DEPTH, moving.gradient))
+            polars = self._orthogonalized(stage, gradients, moving)
+            posted = self._post_outward(stage, index, polars)
+            self._update(stage.outward.kept, self._kept(stage, polars), moving)
+            if leaving is not None:
+                self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
+            leaving = posted
+        if leaving is not None:
+            self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
+
+    def collected(self, stages: Sequence[Stage], local: Local) -> Iterator[tuple[int, Tensor]]:
+        """(Place, matrix) of those that this rank owns, from what the ranks hold of them; copies."""
+        for index, stage in enumerate(stages):
+            whole = self._assembled(stage, self._post_inward(stages, index, local), local)
+            yield from ((place, matrix.clone()) for place, matrix in zip(stage.batch, whole, strict=True))
+
+    def spread(self, stages: Sequence[Stage], owned: Mapping[int, Tensor], local: Local) -> None:
+        """Write what this rank holds of every matrix where ``local`` says, from the owners' matrices by place."""
+        for index, stage in enumerate(stages):
+            whole = [owned[place] for place in stage.batch]
+            posted = self._post_outward(stage, index, whole)
+            for parcels, parts in ((stage.outward.kept, self._kept(stage, whole)),
+                                   (stage.outward.receives, self._exchange.wait(posted))):
+                copy(self._held(parcels, local), parts)
+
+    def _post_inward(self, stages: Sequence[Stage], index: int, local: Local) -> Posted:
+        stage = stages[index]
+        given = self._held(stage.inward.sends, local)
+        slot, what = self._inward[index % DEPTH], f"gradients of round {index}"
+        return self._exchange.post(stage.inward, stage.gradient_dtype, slot, given, what)
+
+    def _assembled(self, stage: Stage, posted: Posted, local: Local) -> list[Tensor]:
+        """The matrices of this rank's batch, (rows, cols) each; one that is here as a whole is not copied."""
+        received = self._exchange.wait(posted)
+        kept = stage.inward.kept
+        whole = {parcel.matrix: parcel for parcel in kept if parcel.fragment.numel == self._numel(stage)}
+        if len(whole) == len(stage.batch):
+            held = self._held([whole[place] for place in stage.batch], local)
+            return [self._matrices[place].flat(part) for place, part in zip(stage.batch, held, strict=True)]
+        numel = len(stage.batch) * self._numel(stage)
+        matrices, into, into_kept = self._inputs.view(
+            stage, numel, stage.gradient_dtype, lambda flat: self._places(stage, flat)
+        )
+        copy(into, received)
+        copy(into_kept, self._held(kept, local))
+        return matrices
+
+    def _places(self, stage: Stage, flat: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """A batch's matrices in a buffer, and where in them what arrives, and what is kept, belongs."""
+        matrices = self._batch(stage, flat)
+        return matrices, *(self._parts(stage, matrices, some) for some in (stage.inward.receives, stage.inward.kept))
+
+    def _batch(self, stage: Stage, flat: Tensor) -> list[Tensor]:
+        if not stage.batch:
+            return []
+        first = self._matrices[stage.batch[0]]
+        return list(flat.view(len(stage.batch), first.rows, first.cols).unbind())
+
+    def _numel(self, stage: Stage) -> int:
+        first = self._matrices[stage.batch[0]] if stage.batch else None
+        return first.rows * first.cols if first else 0
+
+    def _parts(self, stage: Stage, matrices: Sequence[Tensor], parcels: Sequence[Parcel]) -> list[Tensor]:
+        """The views that parcels are of this batch's matrices."""
+        boxed = {place: self._matrices[place].boxed(each) for place, each in zip(stage.batch, matrices, strict=True)}
+        return [cut(boxed[parcel.matrix], parcel.fragment.place) for parcel in parcels]
+
+    def _kept(self, stage: Stage, matrices: Sequence[Tensor]) -> list[Tensor]:
+        return self._parts(stage, matrices, stage.outward.kept)
+
+    def _held(self, parcels: Sequence[Parcel], local: Local) -> list[Tensor]:
+        """The views that parcels are of what this rank holds."""
+        return [cut(local(self._matrices[parcel.matrix]), parcel.fragment.local) for parcel in parcels]
+
+    def _orthogonalized(self, stage: Stage, gradients: Sequence[Tensor], moving: Moving) -> list[Tensor]:
+        """The polar factors of this rank's batch after its momentum, in the weights' dtype."""
+        numel = len(stage.batch) * self._numel(stage)
+        flat, polars = self._polars.view(stage, numel, stage.dtype, lambda flat: (flat, self._batch(stage, flat)))
+        flat.zero_()  # of what a buffer held before, 0 times NaN would be NaN
+        for kind, some in self.kinds(stage, moving).items():
+            momenta = tuple([moving.momentum(self._matrices[stage.batch[at]]) for at in some])
+            with record_function(f"Muon: {len(some)}x{kind.rows}x{kind.cols}"):
+                self._newton_schulz.step(
+                    [polars[at] for at in some], [gradients[at] for at in some],
+                    Momentum(kind.mode, momenta, kind.mu), [(0.0, -1.0)] * len(some),
+                )
+        self._traffic.ns_runs += len(stage.batch)
+        return polars
+
+    def kinds(self, stage: Stage, moving: Moving) -> dict[Kind, list[int]]:
+        """The places in this rank's batch, by what matrices must share to run together."""
+        kinds: dict[Kind, list[int]] = {}
+        for at, place in enumerate(stage.batch):
+            kinds.setdefault(moving.kind(self._matrices[place], stage.gradient_dtype), []).append(at)
+        return kinds
+
+    def _post_outward(self, stage: Stage, index: int, matrices: Sequence[Tensor]) -> Posted:
+        given = self._parts(stage, matrices, stage.outward.sends)
+        slot, what = self._outward[index % DEPTH], f"updates of round {index}"
+        return self._exchange.post(stage.outward, stage.dtype, slot, given, what)
+
+    def _update(self, parcels: Sequence[Parcel], polars: Sequence[Tensor], moving: Moving) -> None:
+        """Move the weights that this rank holds, as the optimizer of one process would."""
+        if not parcels:
+            return
+        with record_function("Muon: apply"):
+            weights = self._held(parcels, moving.weight)
+            rates = [moving.rate(self._matrices[parcel.matrix]) for parcel in parcels]
+            plain = [at for at, rate in enumerate(rates) if rate.plain]
+            by_shape: dict[torch.Size, list[int]] = {}
+            for at, rate in enumerate(rates):
+                if not rate.plain:
+                    by_shape.setdefault(weights[at].shape, []).append(at)
+            move_by_numbers(
+                [weights[at] for at in plain], [polars[at] for at in plain], [rates[at].numbers() for at in plain]
+            )
+            for some in by_shape.values():
+                stacked = torch.stack([polars[at] for at in some])
+                move([weights[at] for at in some], stacked, [rates[at] for at in some])

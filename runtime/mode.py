@@ -1,0 +1,38 @@
+"""Over which ranks an optimizer's parameters are distributed, if they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, distributed, nn
+
+from dmuon_tune import checks
+from dmuon_tune.errors import UsageError
+
+
+def group_for(module: Any, parameters: Iterable[Tensor], given: Any) -> Any:
+    """The process group whose ranks share the matrices; None for an optimizer of one process.
+
+    ``given`` if there is one; else DistributedDataParallel's own, or all ranks where a parameter is a DTensor.
+    Raises UsageError where there is no such group.
+    """
+    if given is not None:
+        if not distributed.is_available():
+            raise UsageError("process_group must be None, not a group: this PyTorch has no torch.distributed")
+        checks.instance("process_group", given, distributed.ProcessGroup)
+        return given
+    if isinstance(module, nn.Module):
+        for part in module.modules():
+            if type(part).__name__ == "FullyShardedDataParallel":
+                raise UsageError(
+                    "FullyShardedDataParallel flattens parameters, so that no matrix is left; shard the model with "
+                    "fully_shard (FSDP2)"
+                )
+        if distributed.is_available() and isinstance(module, nn.parallel.DistributedDataParallel):
+            return module.process_group
+    tensors = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor
+    if tensors is not None and any(isinstance(p, tensors.DTensor) for p in parameters):
+        return distributed.group.WORLD
+    return None
