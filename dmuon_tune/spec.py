@@ -103,7 +103,10 @@ class KernelSpec:
         return list(_legal_space(self, problem, device))
 
     def untuned(self, problem: Problem, device: DeviceFingerprint) -> Any | None:
-        """The configuration used without a tuned one: the heuristic's, the default, or the first legal one."""
+        """The configuration used without a tuned one: the heuristic's, the default, or the first legal one; None where
+        the kernel refuses the problem, or has no legal one."""
+        if not self.serves(problem, device):
+            return None
         candidates = [self.heuristic(problem, device)] if self.heuristic else []
         candidates.append(self.Config())
         for config in candidates:

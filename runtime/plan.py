@@ -23,20 +23,15 @@ from dmuon_tune.cache import Layers
 from dmuon_tune.chains import Launches, last_product
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import DmuonTuneError, MissingEntryError, UsageError
+from dmuon_tune.measure import untuned
 from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.problem import DTYPES, Problem
-from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Form, Group, Recipe, chain, default_dtype
+from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, Recipe, chain, default_dtype
 from dmuon_tune.words import counted
 
 from .resolve import Binding, Resolver
 
 ON_MISS_VARIABLE = "DMUON_TUNE_ON_MISS"
-# Between forms of equal FLOPs: whole chains took 2057 µs in the Gram form and 2176 in the plain one at 1×4096×4096,
-# 7719 and 7388 at 56×1536×1536 (H200, 2026-11-30).
-GRAM_FROM_M = 4096
-# Up to here, in batch·m³, the Gram form's steps run a span a launch where an untuned kernel has that: 1×1536 and 32×512
-# gained 18 and 8 %, 24×768 and 16×1024 (H200, 2026-11-30, docs/span.md) lost 4 and 20 %.
-SPAN_TO_CUBES = 6 * 10**9
 POLICIES = ("heuristic", "nearest", "tune", "error")
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -205,41 +200,9 @@ def _recipe(
     if kept is not None and (kept.steps, kept.restarts) == (steps, restarts):
         return layer, kept
     if kept is None or kept.form in ("small", "span"):  # whose kernels are of other steps
-        return "", _default_recipe(resolver, group, dtype, steps, restarts)
+        bare = Recipe(group, "gram", dtype, steps, restarts)
+        return "", replace(bare, form=untuned.default_form(bare, resolver.flops, resolver.untuned_fused))
     return layer, replace(kept, steps=steps, restarts=restarts, cost_us=None, p20_us=None, p80_us=None)
-
-
-def _default_recipe(
-    resolver: Resolver, group: Group, dtype: str, steps: int, restarts: tuple[int, ...]
-) -> Recipe:
-    """The whole recurrence in one launch where a kernel has it for a 16-bit chain, else the cheaper form."""
-    small = Recipe(group, "small", dtype, steps, restarts)
-    if dtype != "float32" and all(map(resolver.untuned_fused, small.products())):
-        return small
-    return replace(small, form=_cheaper_form(resolver, small))
-
-
-def _cheaper_form(resolver: Resolver, recipe: Recipe) -> Form:
-    """The form of fewer FLOPs by the kernels at hand, which compute a symmetric product's lower tiles or all of it.
-
-    Five steps with one restart: plain 15·m²n + 5·m³ and Gram 6·m²n + 14·m³, equal at n = m; in a library that knows no
-    symmetry 20·m²n + 10·m³ and 8·m²n + 28·m³, equal at n = 1.5·m. Where they are equal the plain form, of fewer
-    launches and the more accurate one in fp16, but for matrices from GRAM_FROM_M on.
-    """
-    plain, gram = (
-        sum(count * resolver.flops(problem) for problem, count in replace(recipe, form=form).products().items())
-        for form in ("plain", "gram")
-    )
-    if gram > plain or (gram == plain and recipe.group.m < GRAM_FROM_M):
-        return "plain"
-    return "span" if _in_spans(resolver, replace(recipe, form="span")) else "gram"
-
-
-def _in_spans(resolver: Resolver, recipe: Recipe) -> bool:
-    """Whether the Gram form runs by spans: fewer launches, and products between which nothing leaves the L2."""
-    spans = [problem for problem in recipe.products() if problem.op == "gram_span"]
-    small_enough = recipe.group.batch * recipe.group.m**3 <= SPAN_TO_CUBES
-    return small_enough and all(map(resolver.untuned_fused, spans))
 
 
 def _bind(resolver: Resolver, layer: str, recipe: Recipe) -> GroupPlan:
@@ -250,7 +213,9 @@ def _bind(resolver: Resolver, layer: str, recipe: Recipe) -> GroupPlan:
     if not given and any(bound.origin == "library" for bound in fused):
         # Its kernel is gone, and the library has none in one launch.
         bare = Recipe(recipe.group, "gram", recipe.dtype, recipe.steps, recipe.restarts)
-        return _bind(resolver, "", bare if recipe.form == "span" else replace(bare, form=_cheaper_form(resolver, bare)))
+        if recipe.form != "span":
+            bare = replace(bare, form=untuned.cheaper_form(bare, resolver.flops, resolver.untuned_fused))
+        return _bind(resolver, "", bare)
     return GroupPlan(recipe, layer, MappingProxyType(bindings))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from dmuon_tune.cache import Artefact, ArtefactError, ArtefactStore, CacheEntry,
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError
 from dmuon_tune.kernel_specs import kernels, ops
+from dmuon_tune.measure import untuned
 from dmuon_tune.measure.build import compile_kernel, is_of_todays_code, load_artefact, tuning_key
 from dmuon_tune.measure.winners import kept_winner, library_kernel
 from dmuon_tune.problem import Problem, distance, same_code
@@ -21,18 +22,6 @@ from dmuon_tune.recipe import Pick
 from dmuon_tune.spec import KernelSpec
 
 from .revalidation import Revalidation
-
-# Untuned kernels, preferred first, where they beat the library on an H200 (2026-11-29): CuTe DSL's polar_small took 16
-# us at 64x128x128 and 77 us at 12x256x1024; its apply took .90 of the library's time, the geometric mean of 29 shapes
-# (1.09 at worst), and writes any dtype without a copy.
-UNTUNED_FUSED = {
-    "momentum": ("triton",), "polar_small": ("cutedsl", "triton"), "gram_span": ("cutedsl",), "apply": ("cutedsl",),
-}
-UNTUNED_UPDATE = ("cutedsl", "triton")  # of apply with the weights' update
-# Untuned kernels of symmetric products, preferred first, each from the order m where it beat the library on an H200
-# (2026-11-29): CuTe DSL 1.25x at 256, 1.6x at 768, 1.3x at 1024 and 2x at 4096, TileLang 1.3x at 4096 and slower than
-# the library at 2048.
-UNTUNED_FROM_M = {"cutedsl": 256, "tilelang": 4096}
 
 
 @dataclass(frozen=True)
@@ -133,9 +122,7 @@ class Resolver:
 
     def flops(self, problem: Problem) -> int:
         """FLOPs of a product by the kernel that would serve it: the library computes a symmetric one in full."""
-        op = ops()[problem.op]
-        in_full = op.symmetric_output and self._choice(problem).spec.name == library_kernel(problem.op)
-        return op.flops(problem) * (2 if in_full else 1)
+        return untuned.flops(problem, self._choice(problem).spec)
 
     def untuned_fused(self, problem: Problem) -> bool:
         """Whether a recurrence, or a span of it, has an untuned kernel in one launch here."""
@@ -267,17 +254,15 @@ class Resolver:
         return _Choice(like.origin, spec, config, like.layer, key=key) if key else None
 
     def _fused(self, problem: Problem) -> _Choice | None:
-        preferred = UNTUNED_UPDATE if problem.epilogue == "w" else UNTUNED_FUSED.get(problem.op, ())
-        specs = {spec.backend: spec for spec in kernels(problem.op)}
-        for backend in preferred:
-            choice = self._as_untuned(specs[backend], problem) if backend in specs else None
-            if choice is not None:
-                return choice
-        return None
+        return self._first_untuned(untuned.fused(problem, kernels(problem.op)), problem)
+
+    def _first_untuned(self, specs: Iterable[KernelSpec], problem: Problem) -> _Choice | None:
+        choices = (self._as_untuned(spec, problem) for spec in specs)
+        return next((choice for choice in choices if choice is not None), None)
 
     def _as_untuned(self, spec: KernelSpec, problem: Problem) -> _Choice | None:
         """A kernel as it runs without tuning, where it runs here."""
-        config = spec.untuned(problem, self.device) if spec.serves(problem, self.device) else None
+        config = spec.untuned(problem, self.device)
         key = None if config is None else self._key(spec, problem, config)
         return _Choice("heuristic", spec, config, key=key) if key else None
 
@@ -325,16 +310,9 @@ class Resolver:
         return None
 
     def _untuned(self, problem: Problem) -> _Choice:
-        """Without a measurement the library is the safe choice, but for large symmetric products on a GPU, where lower
-        tiles alone halve the work."""
-        if self.device.kind == "cuda" and ops()[problem.op].symmetric_output:
-            specs = {spec.backend: spec for spec in kernels(problem.op)}
-            for backend, fewest_m in UNTUNED_FROM_M.items():
-                spec = specs.get(backend) if problem.m >= fewest_m else None
-                choice = self._as_untuned(spec, problem) if spec else None
-                if choice is not None:
-                    return choice
-        return self._library(problem)
+        """Without a measurement the library is the safe choice, but for large symmetric products on a GPU."""
+        specs = untuned.symmetric(problem, kernels(problem.op), self.device)
+        return self._first_untuned(specs, problem) or self._library(problem)
 
     def _library(self, problem: Problem) -> _Choice:
         for spec in kernels(problem.op):

@@ -105,6 +105,12 @@ def _pick(
     by_name = {spec.name: spec for spec in specs}
     for name, config in choices:
         spec = by_name[name]
-        if spec.is_legal(problem, config_from_dict(spec.Config, config), device):
-            return Pick(problem, name, config, tuning_key(spec, problem, device).sha256)
+        given = config_from_dict(spec.Config, config)
+        if spec.is_legal(problem, given, device):
+            return pick_of(problem, spec, given, device)
     return None
+
+
+def pick_of(problem: Problem, spec: KernelSpec, config: Any, device: DeviceFingerprint) -> Pick:
+    """This kernel and configuration for a product, under today's key."""
+    return Pick(problem, spec.name, config_to_dict(config), tuning_key(spec, problem, device).sha256)

@@ -17,10 +17,11 @@ from dmuon_tune.measure.winners import library_kernel
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import ITEM_BYTES, Problem
 from dmuon_tune.recipe import Group, Pick, Recipe, chain, first_launch, written
-from dmuon_tune.space import config_from_dict, config_to_dict
+from dmuon_tune.space import config_from_dict
 from dmuon_tune.spec import KernelSpec
 
-from .ends import end_picks
+from .ends import end_picks, pick_of
+from .start import as_untuned
 from .workload import ALIGNMENT_BYTES, is_served, with_ends
 
 HOPELESS = 2.0  # times the cheapest form's sum of winners, on cold operands: no chain gains that much over another
@@ -91,16 +92,19 @@ def chunks(group: Group, form: str, dtype: str, l2_bytes: int) -> list[int]:
 class ChainSearch:
     """One group's search: ``candidate`` is the chain to time next, None at the end; ``observe`` tells its outcome.
 
-    Coordinate by coordinate, what promises most first (``stage``): the form, with the winners' kernels and the whole
-    batch at once; own kernels where the library won by little; smaller pieces; each product's rivals, where the chain
-    spends most first; at last (``is_pricing``) the costs of smaller batches.
+    First ``start``, the chain that runs untuned, so that what is kept is never slower. Then coordinate by coordinate,
+    what promises most first (``stage``): the form, with the winners' kernels and the whole batch at once; own kernels
+    where the library won by little; smaller pieces; each product's rivals, where the chain spends most first; at last
+    (``is_pricing``) the costs of smaller batches.
     """
 
     def __init__(
         self, estimated: Sequence[Recipe], tuned: Mapping[Problem, Tuned], specs: Sequence[KernelSpec],
-        device: DeviceFingerprint,
+        device: DeviceFingerprint, start: Recipe | None = None,
     ) -> None:
         self.group = estimated[0].group
+        self._start = start
+        self._start_outcome: Measurement | None = None
         self.stage = FORMS
         self._estimated, self._tuned, self._device = estimated, tuned, device
         self._specs = {spec.name: spec for spec in specs}
@@ -142,15 +146,25 @@ class ChainSearch:
 
     def _walk(self) -> Generator[Recipe, Measurement, None]:
         limit_us = HOPELESS * (self._estimated[0].cost_us or 0.0)
-        for recipe in self._estimated:
-            if (recipe.cost_us or 0.0) <= limit_us or self._best is None:
+        if self._start is not None:
+            yield from self._time(self._start)
+        for place, recipe in enumerate(self._estimated):
+            if (recipe.cost_us or 0.0) <= limit_us or len(self._failed) == place:
                 yield from self._try(replace(recipe, cost_us=None), {})
         if self._best is None:
             return
+        picked: Mapping[Role, CacheEntry] = {}
+        if self._best[0].products().keys() <= self._tuned.keys():
+            picked = yield from self._refine(self._best[0])
+        self.stage = PRICES
+        yield from self._price(picked)
+
+    def _refine(self, recipe: Recipe) -> Generator[Recipe, Measurement, Mapping[Role, CacheEntry]]:
+        """Own kernels, pieces and rivals; returns what the fastest chain has in place of winners."""
+        assert self._best is not None
         self.stage = OWN
         picked = yield from self._prefer_own()
         self.stage = PIECES
-        recipe = self._best[0]
         for chunk in chunks(self.group, recipe.form, recipe.dtype, self._device.l2_bytes):
             yield from self._try(replace(recipe, chunk=chunk), picked)
         self.stage = RIVALS
@@ -160,8 +174,7 @@ class ChainSearch:
                     other = {**picked, role: rival}
                     if (yield from self._try(self._best[0], other)):
                         picked = other
-        self.stage = PRICES
-        yield from self._price(picked)
+        return picked
 
     def _by_worth(self, recipe: Recipe) -> dict[Role, Tuned]:
         """The products of a whole batch, those that the chain spends most time in first."""
@@ -185,15 +198,22 @@ class ChainSearch:
 
     def _try(self, recipe: Recipe, picked: Mapping[Role, CacheEntry]) -> Generator[Recipe, Measurement, bool]:
         """Time a chain and keep it where it is the fastest; whether it is."""
-        complete = replace(recipe, picks=self._picks(recipe, picked))
-        measurement = yield complete
+        measurement = yield from self._time(replace(recipe, picks=self._picks(recipe, picked)))
         if measurement.median_us is None:
             self._failed.add(recipe.form)
-            return False
-        if self._best is not None and measurement.median_us * FASTER > (self.best_us or 0.0):
-            return False
-        self._best = complete, measurement
-        return True
+        return self._best is not None and self._best[1] is measurement
+
+    def _time(self, complete: Recipe) -> Generator[Recipe, Measurement, Measurement]:
+        """Time a chain and keep it where it is the fastest; the untuned one only once."""
+        if complete == self._start and self._start_outcome is not None:
+            return self._start_outcome
+        measurement = yield complete
+        if complete == self._start:
+            self._start_outcome = measurement
+        is_faster = self._best is None or (measurement.median_us or 0.0) * FASTER <= (self.best_us or 0.0)
+        if measurement.median_us is not None and is_faster:
+            self._best = complete, measurement
+        return measurement
 
     def _price(self, picked: Mapping[Role, CacheEntry]) -> Generator[Recipe, Measurement, None]:
         assert self._best is not None
@@ -201,8 +221,9 @@ class ChainSearch:
         while batch < self.group.batch:
             group = replace(self.group, batch=batch)
             chunk = whole.chunk if whole.chunk is not None and whole.chunk < batch else None
-            smaller = replace(whole, group=group, chunk=chunk)
-            measurement = yield replace(smaller, picks=self._picks(smaller, picked))
+            smaller = replace(whole, group=group, chunk=chunk, picks=())
+            untuned = as_untuned(smaller, list(self._specs.values()), self._device) if whole == self._start else None
+            measurement = yield untuned or replace(smaller, picks=self._picks(smaller, picked))
             if measurement.median_us is not None:
                 self._costs.append((batch, measurement.median_us))
             batch *= 2
@@ -239,7 +260,7 @@ class ChainSearch:
         if config is None:
             spec = self._specs[library_kernel(problem.op)]
             config = spec.untuned(problem, self._device)
-        return Pick(problem, spec.name, config_to_dict(config), tuning_key(spec, problem, self._device).sha256)
+        return pick_of(problem, spec, config, self._device)
 
 
 def is_current(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFingerprint) -> bool:

@@ -16,6 +16,7 @@ from .progress import Progress, Silent
 from .recipes import CLOSE_OWN, ChainSearch, Tuned, close, estimates, keep_recipe
 from .run import Run
 from .schedule import ProblemSearch, usable_kernels
+from .start import untuned_chain
 from .workload import served_forms
 
 
@@ -91,5 +92,6 @@ def _chain_searches(
     for group in dict.fromkeys(groups):
         estimated = estimates(group, served_forms(group, dtype, specs, run.device), dtype, tuned)
         if estimated:
-            found.append(ChainSearch(estimated, tuned, specs, run.device))
+            start = untuned_chain(group, dtype, specs, run.device)
+            found.append(ChainSearch(estimated, tuned, specs, run.device, start))
     return found

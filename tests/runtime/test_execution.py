@@ -16,6 +16,7 @@ from dmuon_tune import chains
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.measure import untuned
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group
 from dmuon_tune.runtime import GramNewtonSchulz, Muon, execution, newton_schulz, resolve
@@ -231,9 +232,9 @@ def test_momentum_of_another_dtype_or_storage_order_is_updated_in_place() -> Non
 @pytest.fixture
 def library_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that need no compilation, so that many optimizers can be made."""
-    monkeypatch.setattr(resolve, "UNTUNED_FROM_M", {})
-    monkeypatch.setattr(resolve, "UNTUNED_FUSED", {"momentum": ("triton",)})
-    monkeypatch.setattr(resolve, "UNTUNED_UPDATE", ())
+    monkeypatch.setattr(untuned, "SYMMETRIC_FROM_M", {})
+    monkeypatch.setattr(untuned, "FUSED", {"momentum": ("triton",)})
+    monkeypatch.setattr(untuned, "UPDATE", ())
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -323,10 +324,10 @@ def test_calls_on_two_streams_wait_for_each_other() -> None:
 def test_weights_in_the_last_product_on_a_gpu(
     library_products: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
-    monkeypatch.setitem(resolve.UNTUNED_FUSED, "polar_small", ())
+    monkeypatch.setitem(untuned.FUSED, "polar_small", ())
     results = []
     for update in ((), ("cutedsl",)):
-        monkeypatch.setattr(resolve, "UNTUNED_UPDATE", update)
+        monkeypatch.setattr(untuned, "UPDATE", update)
         weights = [nn.Parameter(gaussian(*shape, seed=i).cuda()) for i in range(2)]
         optimizer = Muon(weights, lr=0.1, weight_decay=0.5)
         for step in range(4):

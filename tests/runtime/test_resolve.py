@@ -12,13 +12,14 @@ from dmuon_tune import space
 from dmuon_tune.backends import CompiledKernel
 from dmuon_tune.cache import Layers
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.kernel_specs import kernel, kernels
+from dmuon_tune.measure import untuned
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain
-from dmuon_tune.runtime import resolve
 from dmuon_tune.runtime.ends import resolve_ends
 from dmuon_tune.runtime.plan import _bind, _recipe
 from dmuon_tune.runtime.resolve import Resolver
+from dmuon_tune.search.start import untuned_chain
 from dmuon_tune.spec import KernelSpec
 
 H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 50 * 2**20, 140 * 2**30)
@@ -100,6 +101,19 @@ def test_without_a_recipe_the_form_of_fewer_flops_runs(
     assert (layer, recipe.form, found.missing) == ("", form, [])
 
 
+@pytest.mark.parametrize("shape", [(64, 128, 128), (1, 1024, 4096), (1, 4096, 4096), (8, 2048, 5464), (3, 100, 300)])
+def test_tuning_begins_with_the_chain_that_runs_untuned(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+    found = resolver(tmp_path, Builds())
+    planned = _bind(found, *_recipe(found, Group(*shape), "float16", 5, (2,)))
+    start = untuned_chain(Group(*shape), "float16", kernels(), H200)
+    assert start is not None and start.form == planned.recipe.form
+    picked = {pick.problem: (pick.kernel, pick.config) for pick in start.picks}
+    assert {(problem, bound.kernel) for problem, bound in planned.bindings.items()} <= {
+        (problem, name) for problem, (name, _) in picked.items()
+    }
+    assert all(picked[problem][1] == dict(bound.config) for problem, bound in planned.bindings.items())
+
+
 def test_the_plain_form_updates_weights_by_a_last_product_that_holds_the_identity(tmp_path: Path) -> None:
     build, square = Builds(), Group(1, 1024, 1024)
     found = bound(tmp_path, square, build, "bfloat16", "n", "bfloat16")
@@ -113,7 +127,7 @@ def test_the_plain_form_updates_weights_by_a_last_product_that_holds_the_identit
 def test_the_library_adds_the_identity_where_it_may_round_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(resolve.UNTUNED_FUSED, "polar_small", ())
+    monkeypatch.setitem(untuned.FUSED, "polar_small", ())
     low = Group(1, 160, 200)  # below the order from which others make the symmetric products untuned
     found = bound(tmp_path, low, Builds(), "bfloat16", "n", "bfloat16")
     assert found["ends"] == ["first", "last", "weights", "with_identity"]

@@ -16,6 +16,7 @@ from dmuon_tune.cache import Layers, Store
 from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import gram_span_library, kernels
+from dmuon_tune.measure import untuned
 from dmuon_tune.recipe import Group, Recipe, spans
 from dmuon_tune.runtime import GramNewtonSchulz, Muon, execution, plan, resolve
 from dmuon_tune.runtime.plan import Plan, _bind, _recipe
@@ -191,9 +192,9 @@ def test_a_default_span_that_does_not_compile_runs_by_products(
 @pytest.fixture
 def spans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled are the spans, where a kernel has them: the other products are the library's."""
-    monkeypatch.setattr(resolve, "UNTUNED_FROM_M", {})
-    monkeypatch.setattr(resolve, "UNTUNED_FUSED", {"momentum": ("triton",), "gram_span": ("cutedsl",)})
-    monkeypatch.setattr(resolve, "UNTUNED_UPDATE", ())
+    monkeypatch.setattr(untuned, "SYMMETRIC_FROM_M", {})
+    monkeypatch.setattr(untuned, "FUSED", {"momentum": ("triton",), "gram_span": ("cutedsl",)})
+    monkeypatch.setattr(untuned, "UPDATE", ())
 
 
 @gpu

@@ -31,6 +31,7 @@ from dmuon_tune.search.recipes import (
     is_current,
     keep_recipe,
 )
+from dmuon_tune.search.start import as_untuned
 
 SQUARE = Group(1, 64, 64)
 BATCH = Group(6, 64, 64)
@@ -302,3 +303,50 @@ def test_a_recipe_timed_without_its_ends_is_not_current_where_they_run() -> None
     walk(search, lambda recipe: ok(5.0))
     without = search.recipe()
     assert is_current(without, specs, H200) and not is_current(without, [*specs, kernel("momentum.triton")], H200)
+
+
+def start_of(group: Group, form: str, chunk: int | None = None) -> Recipe:
+    found = as_untuned(Recipe(group, form, "float32", chunk=chunk), SPECS, SMALL_L2)
+    assert found is not None
+    return found
+
+
+def test_the_chain_that_runs_untuned_is_timed_first_and_kept_unless_another_is_faster() -> None:
+    known = tuned(SQUARE, "gram", "plain", ties=("apply",))
+    for start_us, kept in ((9.0, True), (11.0, False)):
+        start = start_of(SQUARE, "plain")
+        forms = estimates(SQUARE, ("gram", "plain"), "float32", known)
+        search = ChainSearch(forms, known, SPECS, SMALL_L2, start)
+        asked = walk(search, lambda recipe, start=start, us=start_us: ok(us if recipe == start else 10.0))
+        assert asked[0] == start and len({recipe.form for recipe in asked}) == 2
+        assert (search.recipe().picks == start.picks) == kept and search.recipe().timed
+
+
+def test_smaller_batches_of_the_untuned_chain_run_untuned() -> None:
+    known = tuned(BATCH, "gram")
+    start = start_of(BATCH, "plain")  # a form whose products nothing was measured of
+    search = ChainSearch(estimates(BATCH, ("gram",), "float32", known), known, SPECS, SMALL_L2, start)
+    asked = walk(search, lambda recipe: ok((1.0 if recipe.form == "plain" else 2.0) * recipe.group.batch))
+    assert asked[2:] == [start_of(replace(BATCH, batch=batch), "plain") for batch in (1, 2, 4)]
+    assert search.recipe().batch_costs == ((1, 1.0), (2, 2.0), (4, 4.0))
+
+
+def test_forms_are_tried_though_the_untuned_chain_failed() -> None:
+    known = tuned(SQUARE, "gram", "plain")
+    start = start_of(SQUARE, "gram")
+    forms = estimates(SQUARE, ("gram", "plain"), "float32", known)
+    search = ChainSearch(forms, known, SPECS, SMALL_L2, start)
+    asked = walk(search, lambda recipe: Measurement("crashed") if recipe == start else ok(5.0))
+    assert asked[0] == start and search.recipe().timed
+
+
+@pytest.mark.parametrize("start_us", [5.0, None])
+def test_the_untuned_chain_is_timed_once_where_it_is_the_winners(start_us: float | None) -> None:
+    known = tuned(SQUARE, "gram", "plain")  # of libraries
+    start = start_of(SQUARE, "plain")
+    forms = estimates(SQUARE, ("gram", "plain"), "float32", known)
+    search = ChainSearch(forms, known, SPECS, SMALL_L2, start)
+    untuned = Measurement("crashed") if start_us is None else ok(start_us)
+    asked = walk(search, lambda recipe: untuned if recipe == start else ok(7.0))
+    assert [recipe.form for recipe in asked] == ["plain", "gram"] and asked[0] == start
+    assert search.recipe().form == ("gram" if start_us is None else "plain")
