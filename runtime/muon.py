@@ -265,16 +265,36 @@ class Muon(Optimizer):
         refused by name, with nothing changed. How a group's parameters are split stays as it is."""
         before, final = (self.state, self.param_groups), dict[str, Any]()
         handle = self.register_load_state_dict_pre_hook(lambda _, given: final.update(given))  # after the user's own
+        error: Exception | None = None
         try:
-            super().load_state_dict(state_dict)
-            restore(self.state, self.param_groups, final, before[1], self._momentum_dtype)
-            self._check_step(with_gradient=False)
+            try:
+                super().load_state_dict(state_dict)
+                restore(self.state, self.param_groups, final, before[1], self._momentum_dtype)
+                self._check_step(with_gradient=False)
+            except Exception as raised:
+                error = raised
+            if self._gather is not None:
+                self._gather.take(self, error)
+            elif error is not None:
+                raise error
         except Exception:
             self.state, self.param_groups = before
             raise
         finally:
             handle.remove()
             self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """PyTorch's; where parameters are distributed each momentum is placed like its parameter, and all ranks call
+        this together."""
+        if self._gather is None:
+            return super().state_dict()
+        live = self.state
+        self.state = defaultdict(dict, self._gather.state(self))
+        try:
+            return super().state_dict()
+        finally:
+            self.state = live
 
     def _forget(self) -> None:
         """What was derived from the groups."""

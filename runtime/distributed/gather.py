@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,10 @@ from ..newton_schulz import GramNewtonSchulz, cut_batch
 from ..ownership import Assignment
 from ..parameters import name_of
 from ..plan import Plan
-from .adamw import LocalAdamW
+from .adamw import LocalAdamW, like
 from .control import Control
 from .exchange import Exchange, Traffic, to_holders, to_owners
-from .pieces import Matrix, local_of
+from .pieces import Matrix, local_of, shard_of
 from .pipeline import Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
 from .rounds import Item, rounds
@@ -53,9 +53,10 @@ class Gather:
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
         self._made: Control | None = None
         self._owners: dict[tuple[Tensor, int], int] = {}  # by parameter and block
-        self._survey = Survey((), ())
+        self._survey = Survey()
         self._owner: list[int] = []
-        self._schedules: dict[tuple[int, ...], list[Stage]] = {}
+        self._schedules: dict[tuple[int, ...], list[Stage]] = {}  # by what gradients there are
+        self._checkpoints: dict[tuple[int, ...], list[Stage]] = {}  # by the parameters that have momentum
         self._adamw = LocalAdamW()
 
     @property
@@ -84,6 +85,7 @@ class Gather:
         exchange = Exchange(carrying, self.control, self.traffic, device)
         self._pipeline = Pipeline(exchange, self._newton_schulz, device, self._survey.matrices, self.traffic)
         self._schedules.clear()
+        self._checkpoints.clear()
         codes = [NO_GRADIENT if each.blocks is None else _code(each.tensor, each.tensor) for each in found]
         moving = self._reading(optimizer)
         stages = self._scheduled(codes, moving)
@@ -111,6 +113,73 @@ class Gather:
         self.traffic.steps += 1
         return True
 
+    def state(self, optimizer: Muon) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state as its checkpoints have it: momenta lie as their parameters do; collective."""
+        self.control.agree("state_dict")
+        local: dict[int, Tensor] = {}
+        state = {p: {key: value for key, value in its.items() if key != "owned"} for p, its in optimizer.state.items()}
+        parameters = _parameters(optimizer)
+        for index, p in enumerate(parameters):
+            if "owned" in optimizer.state.get(p, {}):
+                local[index] = torch.empty_like(local_of(p), dtype=self._momentum_dtype)
+                state[p]["momentum_buffer"] = like(p, local[index])
+        owned = {
+            place: optimizer.state[parameters[matrix.parameter]]["owned"][matrix.block]
+            for place, matrix in enumerate(self._survey.matrices)
+            if matrix.parameter in local and self._owner[place] == self.control.rank
+        }
+        self._pipeline.spread(self._momenta(parameters, local), owned, lambda matrix: local[matrix.parameter])
+        return state
+
+    def take(self, optimizer: Muon, error: Exception | None) -> None:
+        """Bring state that a checkpoint's loading has left on the parameters to where steps have it; collective.
+
+        ``error`` is why it could not be loaded here; it is raised, and on the other ranks too.
+        """
+        self.control.agree("load_state_dict", error=error)
+        self.place(optimizer)
+        parameters, local = _parameters(optimizer), dict[int, Tensor]()
+        try:
+            for index, p in enumerate(parameters):
+                its = optimizer.state.get(p, {})
+                for key, value in its.items():
+                    if isinstance(value, Tensor) and value.shape == p.shape and key != "step":
+                        its[key] = self._placed(index, p, value)
+                if "momentum_buffer" in its:
+                    local[index] = local_of(its["momentum_buffer"])
+        except UsageError as raised:
+            error = UsageError(f"{_found(optimizer)[index].name}: its {key}: {raised}")
+        has = [index in local for index in range(len(parameters))]
+        flags = self.control.agree("loaded", [*has, *(not each for each in has)], error)
+        if any(both == (1, 1) for both in zip(flags[: len(has)], flags[len(has) :], strict=True)):
+            raise UsageError("ranks have been given momenta of different parameters; load the same checkpoint on all")
+        for index in local:
+            its = optimizer.state[parameters[index]]
+            del its["momentum_buffer"]
+            its["owned"] = {}
+        matrices = self._survey.matrices
+        stages = self._momenta(parameters, local)
+        for place, whole in self._pipeline.collected(stages, lambda matrix: local[matrix.parameter]):
+            optimizer.state[parameters[matrices[place].parameter]]["owned"][matrices[place].block] = whole
+
+    def _placed(self, index: int, p: Tensor, value: Tensor) -> Tensor:
+        """A tensor of a parameter's shape, placed like it."""
+        held = self._survey.held[index]
+        if isinstance(value, DTensor):
+            if isinstance(p, DTensor) and value.device_mesh == p.device_mesh and value.placements == p.placements:
+                return value
+            raise UsageError("it is placed otherwise than the parameter; load it by torch.distributed.checkpoint")
+        return like(p, shard_of(value, held)) if isinstance(p, DTensor) and held is not None else value
+
+    def _momenta(self, parameters: Sequence[Tensor], moved: Collection[int]) -> list[Stage]:
+        """The stages in which the momenta of these parameters travel."""
+        key = tuple(sorted(moved))
+        if key not in self._checkpoints:
+            dtypes = [self._momentum_dtype or p.dtype for p in parameters]
+            places = [place for place, matrix in enumerate(self._survey.matrices) if matrix.parameter in moved]
+            self._checkpoints[key] = self._stages(places, [(dtype, dtype) for dtype in dtypes])
+        return self._checkpoints[key]
+
     def _own(self, found: Sequence[Found]) -> None:
         """Decide who owns the matrices that nobody owns yet: whoever owns one has its momentum."""
         def key(matrix: Matrix) -> tuple[Tensor, int]:
@@ -128,7 +197,7 @@ class Gather:
         Raises on all ranks, before anything has changed, for what any of them cannot use. A shard without gradient
         counts as 0 where others have one.
         """
-        found, codes, finite, error = list[Found](), list[int](), True, None
+        codes, finite, error = list[int](), True, None
         parameters = _parameters(optimizer)
         try:
             optimizer._check_step()
@@ -141,11 +210,10 @@ class Gather:
         flags = [not finite, *codes, *(255 - code for code in codes)]
         nonfinite, *both = self.control.agree("gradients", flags, error)
         most, least = both[: len(codes)], [255 - code for code in both[len(codes) :]]
-        found = _found(optimizer)
         for index, p in enumerate(parameters):
             reason = self._disagreement(index, p, least[index], most[index])
             if reason is not None:
-                raise UsageError(f"{found[index].name}: {reason}")
+                raise UsageError(f"{_found(optimizer)[index].name}: {reason}")
         if nonfinite:
             return None
         for p, code in zip(parameters, most, strict=True):

@@ -115,22 +115,22 @@ class Pipeline:
     def collected(self, stages: Sequence[Stage], local: Local) -> Iterator[tuple[int, Tensor]]:
         """(Place, matrix) of those that this rank owns, from what the ranks hold of them; copies."""
         for index, stage in enumerate(stages):
-            whole = self._assembled(stage, self._post_inward(stages, index, local), local)
+            whole = self._assembled(stage, self._post_inward(stages, index, local, "momentum"), local)
             yield from ((place, matrix.clone()) for place, matrix in zip(stage.batch, whole, strict=True))
 
     def spread(self, stages: Sequence[Stage], owned: Mapping[int, Tensor], local: Local) -> None:
         """Write what this rank holds of every matrix where ``local`` says, from the owners' matrices by place."""
         for index, stage in enumerate(stages):
             whole = [owned[place] for place in stage.batch]
-            posted = self._post_outward(stage, index, whole)
+            posted = self._post_outward(stage, index, whole, "momentum")
             for parcels, parts in ((stage.outward.kept, self._kept(stage, whole)),
                                    (stage.outward.receives, self._exchange.wait(posted))):
                 copy(self._held(parcels, local), parts)
 
-    def _post_inward(self, stages: Sequence[Stage], index: int, local: Local) -> Posted:
+    def _post_inward(self, stages: Sequence[Stage], index: int, local: Local, what: str = "gradients") -> Posted:
         stage = stages[index]
         given = self._held(stage.inward.sends, local)
-        slot, what = self._inward[index % DEPTH], f"gradients of round {index}"
+        slot, what = self._inward[index % DEPTH], f"{what} of round {index}"
         return self._exchange.post(stage.inward, stage.gradient_dtype, slot, given, what)
 
     def _assembled(self, stage: Stage, posted: Posted, local: Local) -> list[Tensor]:
@@ -198,9 +198,11 @@ class Pipeline:
             kinds.setdefault(moving.kind(self._matrices[place], stage.gradient_dtype), []).append(at)
         return kinds
 
-    def _post_outward(self, stage: Stage, index: int, matrices: Sequence[Tensor]) -> Posted:
+    def _post_outward(
+        self, stage: Stage, index: int, matrices: Sequence[Tensor], what: str = "updates"
+    ) -> Posted:
         given = self._parts(stage, matrices, stage.outward.sends)
-        slot, what = self._outward[index % DEPTH], f"updates of round {index}"
+        slot, what = self._outward[index % DEPTH], f"{what} of round {index}"
         return self._exchange.post(stage.outward, stage.dtype, slot, given, what)
 
     def _update(self, parcels: Sequence[Parcel], polars: Sequence[Tensor], moving: Moving) -> None:

@@ -17,7 +17,7 @@ from ..blocks import Blocks
 from ..ownership import Assignment, Costs, Work, assign
 from ..ownership.costs import Point
 from .control import Control
-from .pieces import Layout, Matrix, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
+from .pieces import Layout, Matrix, Spans, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
 
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -32,11 +32,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """``matrices`` in model order, their ``parameter`` being the place among all; ``replicated``: by parameter, whether
-    an element of it lies on more than one rank."""
+    """``matrices`` in model order, their ``parameter`` being the place among all. By parameter: ``replicated``, whether
+    an element of it lies on more than one rank, and ``held``, the indices that this rank holds (None: it has no part
+    in it)."""
 
-    matrices: tuple[Matrix, ...]
-    replicated: tuple[bool, ...]
+    matrices: tuple[Matrix, ...] = ()
+    replicated: tuple[bool, ...] = ()
+    held: tuple[tuple[Spans, ...] | None, ...] = ()
 
 
 def survey(found: Sequence[Found], group: ProcessGroup, control: Control, error: Exception | None) -> Survey:
@@ -66,7 +68,8 @@ def survey(found: Sequence[Found], group: ProcessGroup, control: Control, error:
         matrix for index, (layout, each) in enumerate(zip(layouts, found, strict=True)) if each.blocks is not None
         for matrix in matrices_of(index, layout, each.blocks, each.name, later[index])
     ]
-    return Survey(tuple(matrices), tuple(map(_replicated, layouts)))
+    held = (holdings(layout, last).get(control.rank) for layout, last in zip(layouts, later, strict=True))
+    return Survey(tuple(matrices), tuple(map(_replicated, layouts)), tuple(held))
 
 
 def _cut_later_first(found: Sequence[Found], layouts: Sequence[Layout], control: Control) -> list[bool]:
