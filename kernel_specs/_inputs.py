@@ -56,7 +56,8 @@ def commuting_symmetric(problem: Problem, count: int, device: str, seed: int) ->
     for _ in range(count):
         row = torch.randn(batch, m // 2 + 1, device=device, generator=rng, dtype=torch.float64)
         full = row[:, torch.minimum(torch.arange(m, device=device), m - torch.arange(m, device=device))]
-        row = row / torch.fft.fft(full).abs().amax(-1, keepdim=True)
+        radius = torch.fft.fft(full.cpu()).abs().amax(-1, keepdim=True)  # on a GPU loading cuFFT takes far longer
+        row = row / radius.to(row.device)
         matrices.append(place(row.to(torch_dtype(problem.dtype))))
     return matrices
 
@@ -69,8 +70,8 @@ def like_gram(problem: Problem, device: str, rng: torch.Generator) -> Tensor:
     batch, m = problem.batch, problem.m
     place = _circulants(m, device, rng)
     singular = 0.1 + 0.9 * torch.rand(batch, m // 2 + 1, device=device, generator=rng, dtype=torch.float64)
-    rows = torch.fft.irfft(singular**2, n=m)[:, : m // 2 + 1]
-    return place(rows.to(torch_dtype(problem.dtype)))
+    rows = torch.fft.irfft(singular.cpu() ** 2, n=m)[:, : m // 2 + 1]
+    return place(rows.to(singular.device, torch_dtype(problem.dtype)))
 
 
 def _circulants(m: int, device: str, rng: torch.Generator) -> Callable[[Tensor], Tensor]:

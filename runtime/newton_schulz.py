@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dmuon_tune import checks
-from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from dmuon_tune.errors import UsageError
@@ -23,8 +23,8 @@ from dmuon_tune.words import counted, shown
 
 from .ends import Ends, resolve_ends
 from .execution import GroupChain, Momentum
+from .lookups import LookUps
 from .plan import GroupPlan, Plan, check_policy, device_context, plan, report_failures
-from .resolve import Resolver
 from .static import Workspace
 
 Coefficients = str | CoefficientSet | tuple[Triple, ...] | list[Triple] | Triple
@@ -74,6 +74,7 @@ class GramNewtonSchulz:
         if on_miss not in (None, ""):
             check_policy(on_miss)
         self._layers = layers
+        self._lookups: LookUps | None = None
         self._on_miss = on_miss
         self._planned: dict[tuple[torch.device, Group], GroupPlan] = {}
         self._workspaces: dict[torch.device, Workspace] = {}
@@ -119,10 +120,25 @@ class GramNewtonSchulz:
         cut = cut_batch(x.numel() // (rows * cols), rows, cols)
         return [(part, *self._bound(group, x.device, x.dtype, "none", x.dtype, False)) for part, group in cut]
 
+    @contextmanager
+    def looking_up(self) -> Iterator[LookUps]:
+        """Inside it look-ups share what they open, read and check; each alone does so anew."""
+        with self._lock:
+            if self._lookups is not None:
+                yield self._lookups
+                return
+            self._lookups = LookUps(self._layers)
+            try:
+                yield self._lookups
+            finally:
+                self._lookups.close()
+                self._lookups = None
+
     def plan_for(self, groups: Sequence[Group], device: torch.device) -> Plan:
         """Resolve these groups now, so that a later call finds them in memory; returns their plan."""
         with_dtype = self.dtype or default_dtype(device.type)
-        resolved = plan(groups, str(device), with_dtype, self._layers, self._on_miss, self.steps, self.restarts)
+        with self.looking_up() as found:
+            resolved = plan(groups, str(device), with_dtype, found.layers, self._on_miss, self.steps, self.restarts)
         for group, planned in resolved.groups.items():
             self._planned.setdefault((device, group), planned)
         return resolved
@@ -166,8 +182,9 @@ class GramNewtonSchulz:
         """A group's chain and the ends for these dtypes, resolved when they first come."""
         key = device, group, dtype, mode, out_dtype, updates_weights
         if key not in self._ends:
-            planned = self.planned(group, device)
-            self._ends[key] = self._resolved(planned, device, dtype, mode, out_dtype, updates_weights)
+            with self.looking_up():
+                planned = self.planned(group, device)
+                self._ends[key] = self._resolved(planned, device, dtype, mode, out_dtype, updates_weights)
             if (device, group) not in self._chains:
                 workspace = self._workspaces.setdefault(device, Workspace(device))
                 self._chains[device, group] = GroupChain(
@@ -179,20 +196,16 @@ class GramNewtonSchulz:
         self, planned: GroupPlan, device: torch.device, dtype: torch.dtype, mode: str, out_dtype: torch.dtype,
         updates_weights: bool,
     ) -> Ends:
-        on_cpu = device.type == "cpu"  # whose ends are PyTorch's: nothing is looked up
-        opened = self._layers or (Layers({}) if on_cpu else Layers.open())
-        try:
-            resolver = Resolver(fingerprint(str(device)), opened, use_nearest=False)
+        with self.looking_up() as found:
+            resolver = found.resolver(device)
             ends = resolve_ends(planned, resolver, _name(dtype), mode, _name(out_dtype), updates_weights)
-        finally:
-            if self._layers is None:
-                opened.close()
-        report_failures(resolver)
+            report_failures(resolver)
         return ends
 
     def __getstate__(self) -> dict[str, Any]:
         fresh: dict[str, Any] = {
             "_planned": {}, "_workspaces": {}, "_chains": {}, "_ends": {}, "_parts": {}, "_layers": None,
+            "_lookups": None,
         }
         return {name: value for name, value in self.__dict__.items() if name != "_lock"} | fresh
 

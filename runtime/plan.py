@@ -166,6 +166,7 @@ def plan(
                 _tune(_command(wanted, planned, resolver, chain_dtype))
                 resolver = Resolver(fingerprint, opened, use_nearest=False, build=build)
                 planned = _plan_groups(wanted, chain_dtype, resolver, steps, restarts)
+            resolver.release()
     finally:
         if layers is None:
             opened.close()

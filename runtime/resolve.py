@@ -120,6 +120,11 @@ class Resolver:
         except NoLegalConfigError:  # it did not compile, and the library does not serve it
             return None
 
+    def release(self) -> None:
+        """Give back the memory that checks took, once all is bound."""
+        if self._revalidation is not None:
+            self._revalidation.release()
+
     def flops(self, problem: Problem) -> int:
         """FLOPs of a product by the kernel that would serve it: the library computes a symmetric one in full."""
         return untuned.flops(problem, self._choice(problem).spec)

@@ -25,6 +25,7 @@ class Revalidation:
 
     def __init__(self, layers: Layers, device: DeviceFingerprint) -> None:
         self._layers, self._device = layers, device
+        self._has_memory = False
 
     def failure(
         self, problem: Problem, key_sha256: str, config: Mapping[str, Any], launch: Callable[..., Any]
@@ -39,9 +40,13 @@ class Revalidation:
                 failure = verify(launch, ops()[problem.op], problem, self._device.kind, SEED).failure
         except Exception as error:  # a kernel may raise anything, and memory may be short in a job that trains
             failure = said(error)
-        finally:
-            if self._device.kind == "cuda":
-                torch.cuda.empty_cache()
+        self._has_memory = self._device.kind == "cuda"
         if not failure:
             self._layers.checked.add(key_sha256, config)
         return failure or None
+
+    def release(self) -> None:
+        """Give the device what the checks' tensors took: one check reuses another's, training has no use for it."""
+        if self._has_memory:
+            torch.cuda.empty_cache()
+            self._has_memory = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,6 +82,12 @@ def formats() -> dict[str, Format]:
 def _exported(name: str) -> list[Any]:
     modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
     return [vars(module)[name] for module in modules if name in vars(module)]
+
+
+@cache
+def installed_version(distribution: str) -> str:
+    """A package's version, looked for once; PackageNotFoundError, a ModuleNotFoundError, where it is not installed."""
+    return importlib.metadata.version(distribution)
 
 
 def makes_portable(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import tempfile
 import time
@@ -14,7 +13,7 @@ from dmuon_tune.portable import PortableCode
 from dmuon_tune.problem import Problem
 from dmuon_tune.spec import Argument
 
-from . import CompiledKernel, cutedsl_launch
+from . import CompiledKernel, cutedsl_launch, installed_version
 from .cubin import cubin_resources
 from .cuda_launches import cuda_code
 from .home import ensure_home
@@ -35,7 +34,7 @@ class CuteDslBackend:
 
     def toolchain(self, device: DeviceFingerprint) -> Toolchain:
         """Versions of the DSL and of the call interface that its host code is generated for."""
-        return Toolchain(self.name, tuple((package, importlib.metadata.version(package)) for package in PACKAGES))
+        return Toolchain(self.name, tuple((package, installed_version(package)) for package in PACKAGES))
 
     def load(self) -> None:
         """Import CuTe DSL and its call interface."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -18,7 +17,7 @@ from dmuon_tune.portable import PortableCode
 from dmuon_tune.problem import Problem
 from dmuon_tune.spec import Argument
 
-from . import CompiledKernel, triton_launch
+from . import CompiledKernel, installed_version, triton_launch
 from .cubin import cubin_resources
 from .cuda_launches import cuda_code
 from .home import ensure_home
@@ -44,7 +43,7 @@ class TritonBackend:
 
     def toolchain(self, device: DeviceFingerprint) -> Toolchain:
         """Triton's version, which fixes the ptxas that it ships."""
-        return Toolchain(self.name, (("triton", importlib.metadata.version("triton")),))
+        return Toolchain(self.name, (("triton", installed_version("triton")),))
 
     def load(self) -> None:
         """Import Triton, with a cache folder that can be written."""

@@ -43,7 +43,8 @@ import torch
 from dmuon_tune.backends import backends
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.recipe import Group
-from dmuon_tune.runtime import GramNewtonSchulz, plan
+from dmuon_tune.runtime import GramNewtonSchulz, Muon, plan
+STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "socket.connect")
 torch.set_num_threads(1)
 device = sys.argv[4]
 assert all(backends()[name].unavailable(fingerprint(device)) for name in ("tilelang", "cutedsl", "triton"))
@@ -56,7 +57,14 @@ resolved = plan([group], device)
 bound = resolved.groups[group].bindings.values()
 x = torch.load(sys.argv[2]).to(device)
 torch.save(GramNewtonSchulz(plan=resolved)(x).cpu(), sys.argv[3])
+weights = [torch.nn.Parameter(matrix.clone()) for matrix in x]
+for weight in weights:
+    weight.grad = weight.detach().clone()
+optimizer, before, started = Muon(weights), set(sys.modules), []
+sys.addaudithook(lambda event, _: started.append(event) if event in STARTS else None)
+optimizer.step()
 print(json.dumps({
+    "started": started, "imported": [name for name in set(sys.modules) - before if not name.startswith("torch.")],
     "origins": [each.origin for each in bound], "loaded": [each.from_artefact for each in bound],
     "kernels": [each.kernel for each in bound], "warnings": warnings,
 }))
@@ -118,6 +126,7 @@ def test_without_language_and_compiler_the_tuned_kernels_run_bit_for_bit(cache: 
     ran, polar = bare(cache, x)
     assert set(ran["origins"]) == {"tuned"} and all(ran["loaded"]) and not ran["warnings"]
     assert ran["kernels"] == ["gram.tilelang", "gemm_symmetric.tilelang", "apply.tilelang"]
+    assert ran["started"] == ran["imported"] == []  # by an optimizer's first step
     shutil.rmtree(cache.parent / "artefacts")
     compiled = plan([GROUP], "cpu")
     bound = compiled.groups[GROUP].bindings.values()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,22 @@ def test_a_plan_given_runs_without_looking_up(
     assert torch.equal(run(x), run(x))
     with pytest.raises(UsageError, match="the plan was made for 5 steps"):
         GramNewtonSchulz("jordan", steps=4, plan=resolved)
+
+
+def test_look_ups_may_share_what_they_open(cache_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, device = [GROUP, Group(1, 16, 32)], torch.device("cpu")
+    for group in groups:
+        tune_with_library(cache_file, group)
+    opened: list[str] = []
+    real = Store.open
+    monkeypatch.setattr(Store, "open", lambda path, **options: opened.append(str(path)) or real(path, **options))
+    newton_schulz = GramNewtonSchulz()
+    for shared in (True, False):
+        with newton_schulz.looking_up() if shared else nullcontext():
+            plans = [newton_schulz.plan_for([group], device) for group in groups]
+        assert {row["origin"] for each in plans for row in each.rows()} == {"tuned"}
+        assert len(opened) == (1 if shared else 2), opened
+        opened.clear()
 
 
 def test_layers_given_are_asked(cache_file: Path, tmp_path: Path) -> None:
