@@ -57,3 +57,15 @@ def test_the_comparison_on_bytes_sweeps_both_and_repeats(tmp_path: Path) -> None
         losses = [run["losses"][key] for key in sorted(run["losses"], key=int)]
         assert losses[-1] < losses[0] < 6 and len(losses) == run["steps"]
     assert result["adamw_loss"] == min(run["losses"]["10"] for run in result["runs"][:2])
+
+
+def test_a_sharded_run_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
+    sizes = [word for name, size in (SMALL | {"steps": 0}).items() for word in (f"--{name}", str(size))]
+    program = [str(ROOT / "examples/train_fsdp2.py"), *sizes, "--checkpoints", str(tmp_path / "run"), "--steps"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    losses = []
+    for ranks, steps in ((2, 4), (1, 6)):
+        lines = example(*launcher, str(ranks), *program, str(steps), cache_dir=tmp_path)
+        losses += [line.split()[1::2] for line in lines if line.startswith("step")]
+    assert [int(step) for step, _ in losses] == [1, 2, 3, 4, 5, 6]
+    assert float(losses[-1][1]) < float(losses[3][1]) < float(losses[0][1])

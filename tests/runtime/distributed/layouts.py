@@ -19,10 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..reference import gaussian
 
 VOCABULARY, WIDTH, LENGTH, CUT = 32, 18, 12, (12, 12, 16)
-OPTIONS: dict[str, Any] = {
-    "lr": 0.02, "weight_decay": 0.1, "splits": {"*qkv.weight": CUT}, "include": ("*gate.weight", "*lift.weight"),
-    "verbose": False,
-}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "splits": {"*qkv.weight": CUT}, "verbose": False}
 LAYOUTS = {1: ("fsdp", "ddp"), 2: ("fsdp", "hsdp", "tp", "ddp"), 3: ("fsdp", "ddp"), 4: ("fsdp", "hsdp", "tp", "ddp")}
 TENSOR_PARALLEL = {
     "qkv": ColwiseParallel(output_layouts=Replicate()), "out": RowwiseParallel(input_layouts=Replicate()),
@@ -60,7 +57,7 @@ class Experts(nn.Module):
 
 
 class Toy(nn.Module):
-    """20 matrices: 6 a layer, 6 experts, one row, one column; few sides divide by the number of ranks."""
+    """18 matrices, 6 a layer and 6 experts, and what is AdamW's; few sides divide by the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +83,14 @@ class Alone(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(gaussian(7, 5))
+
+
+class Vectors(nn.Module):
+    """Matrices with a side of 1: Muon's only where groups say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.column = nn.Parameter(gaussian(1, 33)), nn.Parameter(gaussian(29, 1))
 
 
 class Nineteen(nn.Module):
@@ -173,11 +178,12 @@ def whole(shapes: Mapping[str, Sequence[int]], ranks: Sequence[Mapping[str, tupl
           ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor from all ranks' (places, values); AssertionError where an element is missing or replicas differ."""
     for name, shape in shapes.items():
-        full, held = torch.zeros(*shape).flatten(), torch.zeros(*shape, dtype=torch.bool).flatten()
-        for places, values in (rank[name] for rank in ranks if name in rank):
+        full = torch.zeros(*shape, dtype=ranks[0][name][1].dtype).flatten()
+        held = torch.zeros_like(full, dtype=torch.bool)
+        for places, values in (rank[name] for rank in ranks):
             places, values = places.flatten(), values.flatten()
             both = held[places]
             assert torch.equal(full[places][both], values[both]), f"{name}: replicas differ"
-            full[places], held[places] = values.to(full.dtype), True
+            full[places], held[places] = values, True
         assert held.all(), f"{name}: no rank holds {int((~held).sum())} of its elements"
         yield name, full.view(*shape)
