@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .assignment import Assignment, Work, assign
+from .assignment import Assignment, assign
 from .costs import Costs
+from .instance import Work
 
 __all__ = ["Assignment", "Costs", "Work", "assign"]

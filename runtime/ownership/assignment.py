@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from dmuon_tune import checks
+from dmuon_tune.errors import UsageError
 
-from .bounds import simple_bound
-from .costs import Costs as Costs
-from .greedy import longest_first
-from .instance import Counts, Instance, Work
+from .instance import Instance, Work
+from .solve import solve
+from .spread import over_nodes, owners_of
 
 
 @dataclass(frozen=True)
 class Assignment:
     """``owner`` of each matrix, in the order given; ``loads_us`` of each owner; ``bound_us`` is a time that no
-    assignment's slowest owner beats."""
+    assignment's slowest owner beats. ``method``: ``columns`` (column generation), ``exchanges`` (local search, with
+    nothing left to gain or without HiGHS) or ``longest first``."""
 
     owner: tuple[int, ...]
     loads_us: tuple[float, ...]
     bound_us: float
+    method: str
 
     @property
     def makespan_us(self) -> float:
@@ -32,7 +32,7 @@ class Assignment:
     @property
     def gap(self) -> float:
         """How far the slowest owner may be from the best possible: makespan over bound, less 1."""
-        return self.makespan_us / self.bound_us - 1.0 if self.bound_us else 0.0
+        return max(0.0, self.makespan_us / self.bound_us - 1.0) if self.bound_us else 0.0
 
 
 def assign(
@@ -42,22 +42,25 @@ def assign(
     """Divide matrices, in model order, among ``owners`` equal ranks of ``nodes`` equal nodes (node by node) so that the
     slowest is done as early as possible, each owner's batches of equal matrices taken together.
 
-    ``memory_bytes`` limits the state on each owner (UsageError where that cannot be kept). At most ``seconds`` go
-    into improvement; two machines may stop at different places, so one rank computes it for all.
+    ``memory_bytes`` limits the state on each owner (UsageError where that cannot be kept). At most about ``seconds`` go
+    into improvement. With the time that all passes take the same seed gives the same result; a slower machine may stop
+    elsewhere, so one rank computes it for all.
     """
+    _check(owners, nodes, seconds, seed)
+    if not work:
+        return Assignment((), (0.0,) * owners, 0.0, "longest first")
+    instance = Instance.of(work, owners, memory_bytes)
+    solution = solve(instance, seconds, seed)
+    counts = over_nodes(instance, solution.counts, nodes)
+    owner = owners_of(instance, counts, [item.layer for item in work], nodes)
+    loads = instance.loads(counts)
+    return Assignment(tuple(owner.tolist()), tuple(loads.tolist()), solution.bound_us, solution.method)
+
+
+def _check(owners: int, nodes: int, seconds: float, seed: int) -> None:
     checks.integer("owners", owners)
     checks.integer("nodes", nodes)
     checks.number("seconds", seconds)
-    if not work:
-        return Assignment((), (0.0,) * owners, 0.0)
-    instance = Instance.of(work, owners, memory_bytes)
-    counts = longest_first(instance)
-    loads = instance.loads(counts)
-    return Assignment(_owners(instance, counts, len(work)), tuple(map(float, loads)), simple_bound(instance))
-
-
-def _owners(instance: Instance, counts: Counts, matrices: int) -> tuple[int, ...]:
-    owner = np.zeros(matrices, dtype=np.int64)
-    for places, row in zip(instance.members, counts, strict=True):
-        owner[list(places)] = np.repeat(np.arange(instance.owners), row)
-    return tuple(map(int, owner))
+    checks.number("seed", seed)
+    if owners % nodes:
+        raise UsageError(f"{owners} owners cannot lie on {nodes} equal nodes; give a divisor")

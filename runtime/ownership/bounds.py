@@ -11,4 +11,4 @@ def simple_bound(instance: Instance) -> float:
     """Microseconds: every matrix at its class's best rate, shared equally; or the longest one alone."""
     batches = np.arange(1, instance.table.shape[1])
     rates = (instance.table[:, 1:] / batches).min(axis=1)
-    return float(max(rates @ instance.counts / instance.owners, instance.table[:, 1].max()))
+    return float(max(rates @ instance.counts / instance.owners, instance.table[:, 1:].min(axis=1).max()))

@@ -9,7 +9,6 @@ from itertools import accumulate
 
 from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
-from dmuon_tune.recipe import pieces
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,19 @@ class Costs:
     def us(self, batch: int) -> float:
         """The time of ``batch`` matrices in microseconds: linear between points, the first one's below it, in
         proportion to the batch above the last; 0 for none."""
-        return sum(self._at_once(size) for size in self._pieces(batch))
+        return sum(count * self._at_once(size) for size, count in self._pieces(batch))
 
     def measured(self, batch: int) -> bool:
         """Whether no estimate takes part in the time of ``batch`` matrices."""
-        return all(self._is_measured(size) for size in self._pieces(batch))
+        return all(self._is_measured(size) for size, _ in self._pieces(batch))
 
-    def _pieces(self, batch: int) -> tuple[int, ...]:
-        return pieces(batch, self.most) if batch else ()
+    def _pieces(self, batch: int) -> list[tuple[int, int]]:
+        """(Size, how many) of what runs at once, as :func:`dmuon_tune.recipe.pieces` cuts it."""
+        if self.most is None or batch <= self.most:
+            return [(batch, 1)] if batch else []
+        count = -(-batch // self.most)
+        size, larger = divmod(batch, count)
+        return [(size + 1, larger), (size, count - larger)] if larger else [(size, count)]
 
     def _at_once(self, batch: int) -> float:
         place = bisect_left(self.points, batch, key=lambda point: point.batch)

@@ -45,12 +45,20 @@ class Instance:
 
     @classmethod
     def of(cls, work: Sequence[Work], owners: int, memory_bytes: int | None) -> Instance:
+        # Costs are long: they are compared once for each object, not for each matrix.
+        known = {id(item.costs): item.costs for item in work}
+        equal = {costs: costs for costs in known.values()}
+        one_of = {place: equal[costs] for place, costs in known.items()}
         classes: dict[Any, list[int]] = {}
+        priced: dict[Any, Costs] = {}
         for place, item in enumerate(work):
-            classes.setdefault((item.rows, item.cols, item.costs, item.state_bytes), []).append(place)
+            costs = one_of[id(item.costs)]
+            key = item.rows, item.cols, id(costs), item.state_bytes
+            classes.setdefault(key, []).append(place)
+            priced[key] = costs
         table = np.full((len(classes), max(map(len, classes.values())) + 1), np.inf)
-        for index, ((_, _, costs, _), places) in enumerate(classes.items()):
-            table[index, : len(places) + 1] = [costs.us(batch) for batch in range(len(places) + 1)]
+        for index, (key, places) in enumerate(classes.items()):
+            table[index, : len(places) + 1] = [priced[key].us(batch) for batch in range(len(places) + 1)]
         state_bytes = np.array([key[3] for key in classes], dtype=np.int64)
         found = cls(tuple(map(tuple, classes.values())), table, state_bytes, owners, memory_bytes)
         found._check_memory()
@@ -60,6 +68,15 @@ class Instance:
     def counts(self) -> NDArray[np.int64]:
         """Matrices of each class."""
         return np.array([len(places) for places in self.members], dtype=np.int64)
+
+    @property
+    def longest_first(self) -> list[int]:
+        """The classes by the time of one matrix."""
+        return [int(kind) for kind in np.argsort(-self.table[:, 1], kind="stable")]
+
+    def time(self, pattern: Sequence[int]) -> float:
+        """What an owner of so many matrices of each class takes, in microseconds."""
+        return float(self.table[range(len(pattern)), list(pattern)].sum())
 
     def loads(self, counts: Counts) -> NDArray[np.float64]:
         """Each owner's time in microseconds."""

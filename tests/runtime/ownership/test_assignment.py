@@ -72,7 +72,7 @@ def test_batches_count() -> None:
 
 
 def test_nothing_to_assign() -> None:
-    assert assign([], 3) == Assignment((), (0.0, 0.0, 0.0), 0.0)
+    assert assign([], 3) == Assignment((), (0.0, 0.0, 0.0), 0.0, "longest first")
 
 
 def test_costs_between_and_beyond_points() -> None:

@@ -1,0 +1,100 @@
+"""The order of the passes: longest first, exchanges, then column generation as long as the time limit allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .bounds import simple_bound
+from .exchanges import improve
+from .greedy import longest_first
+from .instance import Counts, Instance
+
+if TYPE_CHECKING:
+    from .columns import Columns
+
+CLOSE = 1e-3  # a slowest owner this near the bound, relatively, is near enough
+PASSES = 8  # of rounding; the same for all machines that have the time
+EXCHANGING, BOUNDING = 0.15, 0.6  # of the time at most
+PACKING = 0.25  # of the time that is left, for one search by branch and bound
+METHODS = ("columns", "exchanges", "longest first")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``counts`` by class and owner, a bound in microseconds, and which of METHODS had a say."""
+
+    counts: Counts
+    bound_us: float
+    method: str
+
+
+def solve(instance: Instance, seconds: float, seed: int) -> Solution:
+    """As good as ``seconds`` allow; with 0 the longest first alone."""
+    start = monotonic()
+    counts, bound_us = longest_first(instance), simple_bound(instance)
+    if seconds <= 0:
+        return Solution(counts, bound_us, "longest first")
+    by_columns = has_highs()
+    counts = improve(instance, counts, start + seconds * (EXCHANGING if by_columns else 1.0))
+    found = Solution(counts, bound_us, "exchanges")
+    if _is_close(instance, found) or not by_columns:
+        return found
+    return _by_columns(instance, found, start, seconds, seed)
+
+
+def has_highs() -> bool:
+    """Whether the solver that column generation needs is installed (the extra ``ownership``)."""
+    return find_spec("highspy") is not None
+
+
+def _is_close(instance: Instance, found: Solution) -> bool:
+    return bool(instance.loads(found.counts).max() <= found.bound_us * (1 + CLOSE))
+
+
+def _by_columns(instance: Instance, start: Solution, began: float, seconds: float, seed: int) -> Solution:
+    from .columns import Columns
+
+    deadline = began + seconds
+    columns = Columns(instance, start.counts, start.bound_us, deadline)
+    limit_us = _least_limit(instance, columns, float(instance.loads(start.counts).max()), began + BOUNDING * seconds)
+    best = Solution(start.counts, columns.bound_us, "columns")
+    rng = np.random.default_rng(seed)
+    for number in range(PASSES):
+        slack = 0.0015 * 1.7**number
+        for by_rounding in (True, False):
+            if _is_close(instance, best) or monotonic() > deadline:
+                return best
+            slowest_us = float(instance.loads(best.counts).max())
+            if by_rounding:
+                counts = columns.dive(min(limit_us * (1 + slack), (limit_us + slowest_us) / 2), rng)
+            else:
+                packing = PACKING * (deadline - monotonic())
+                counts = columns.pack(slowest_us * (1 - CLOSE), packing, seed + number)
+            if counts is None:
+                continue
+            counts = improve(instance, counts, deadline)
+            if instance.loads(counts).max() < slowest_us:
+                best = Solution(counts, columns.bound_us, "columns")
+    return best
+
+
+def _least_limit(instance: Instance, columns: Columns, slowest_us: float, deadline: float) -> float:
+    """About the least time within which fractions of owners hold all, in microseconds; raises the columns' bound up to
+    it. ``slowest_us`` is a time within which whole ones do."""
+    low, high = columns.bound_us, slowest_us
+    limit = low * (1 + CLOSE)
+    while high - low > CLOSE / 2 * low and monotonic() < deadline:
+        needed = columns.relax(limit)
+        if needed <= instance.owners * (1 + 1e-9):
+            high = limit
+        else:
+            low = max(limit, columns.bound_us)
+        # As if time and owners could be traded; else in the middle.
+        traded = limit * needed / instance.owners * (1 + CLOSE / 4)
+        limit = traded if low * (1 + CLOSE / 4) < traded < high * (1 - CLOSE / 4) else (low + high) / 2
+    return high
