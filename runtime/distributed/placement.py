@@ -102,10 +102,10 @@ def owners_of(
             state_bytes = matrix.rows * matrix.cols * (momentum_dtype or tensor.dtype).itemsize
             work.append(Work(matrix.rows, matrix.cols, layer_of(name), _estimate(matrix), state_bytes))
         solved = assign(work, control.size)
-        return [solved.owner, solved.loads_us, solved.bound_us]
+        return [solved.owner, solved.loads_us, solved.bound_us, solved.method]
 
-    owner, loads_us, bound_us = control.decide(decided, "owners")
-    return Assignment(tuple(owner), tuple(loads_us), bound_us)
+    owner, loads_us, bound_us, method = control.decide(decided, "owners")
+    return Assignment(tuple(owner), tuple(loads_us), bound_us, method)
 
 
 def layer_of(name: str) -> int:

@@ -16,8 +16,8 @@ from .spread import over_nodes, owners_of
 @dataclass(frozen=True)
 class Assignment:
     """``owner`` of each matrix, in the order given; ``loads_us`` of each owner; ``bound_us`` is a time that no
-    assignment's slowest owner beats. ``method``: ``columns`` (column generation), ``exchanges`` (local search, with
-    nothing left to gain or without HiGHS) or ``longest first``."""
+    assignment's slowest owner beats. ``method``: ``column generation``, ``local search`` (where that met the bound, or
+    without HiGHS) or ``longest first`` (without time)."""
 
     owner: tuple[int, ...]
     loads_us: tuple[float, ...]

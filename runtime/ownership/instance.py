@@ -74,9 +74,13 @@ class Instance:
         """The classes by the time of one matrix."""
         return [int(kind) for kind in np.argsort(-self.table[:, 1], kind="stable")]
 
-    def time(self, pattern: Sequence[int]) -> float:
+    def fits(self, pattern: NDArray[np.int64]) -> bool:
+        """Whether an owner's memory holds so many matrices of each class."""
+        return self.memory_bytes is None or int(self.state_bytes @ pattern) <= self.memory_bytes
+
+    def time(self, pattern: Sequence[int] | NDArray[np.int64]) -> float:
         """What an owner of so many matrices of each class takes, in microseconds."""
-        return float(self.table[range(len(pattern)), list(pattern)].sum())
+        return float(self.table[np.arange(len(pattern)), pattern].sum())
 
     def loads(self, counts: Counts) -> NDArray[np.float64]:
         """Each owner's time in microseconds."""

@@ -1,4 +1,4 @@
-"""The order of the passes: longest first, exchanges, then column generation as long as the time limit allows."""
+"""The order of the passes: longest first, local search, then column generation as long as the time limit allows."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .bounds import simple_bound
-from .exchanges import improve
 from .greedy import longest_first
 from .instance import Counts, Instance
+from .pairs import improve
 
 if TYPE_CHECKING:
     from .columns import Columns
 
 CLOSE = 1e-3  # a slowest owner this near the bound, relatively, is near enough
 PASSES = 8  # of rounding; the same for all machines that have the time
-EXCHANGING, BOUNDING = 0.15, 0.6  # of the time at most
+SEARCHING, BOUNDING = 0.15, 0.6  # of the time at most
 PACKING = 0.25  # of the time that is left, for one search by branch and bound
-METHODS = ("columns", "exchanges", "longest first")
 
 
 @dataclass(frozen=True)
 class Solution:
-    """``counts`` by class and owner, a bound in microseconds, and which of METHODS had a say."""
+    """``counts`` by class and owner, a bound in microseconds, and what found them."""
 
     counts: Counts
     bound_us: float
@@ -40,8 +39,8 @@ def solve(instance: Instance, seconds: float, seed: int) -> Solution:
     if seconds <= 0:
         return Solution(counts, bound_us, "longest first")
     by_columns = has_highs()
-    counts = improve(instance, counts, start + seconds * (EXCHANGING if by_columns else 1.0))
-    found = Solution(counts, bound_us, "exchanges")
+    counts = improve(instance, counts, start + seconds * (SEARCHING if by_columns else 1.0))
+    found = Solution(counts, bound_us, "local search")
     if _is_close(instance, found) or not by_columns:
         return found
     return _by_columns(instance, found, start, seconds, seed)
@@ -62,7 +61,7 @@ def _by_columns(instance: Instance, start: Solution, began: float, seconds: floa
     deadline = began + seconds
     columns = Columns(instance, start.counts, start.bound_us, deadline)
     limit_us = _least_limit(instance, columns, float(instance.loads(start.counts).max()), began + BOUNDING * seconds)
-    best = Solution(start.counts, columns.bound_us, "columns")
+    best = Solution(start.counts, columns.bound_us, "column generation")
     rng = np.random.default_rng(seed)
     for number in range(PASSES):
         slack = 0.0015 * 1.7**number
@@ -79,7 +78,7 @@ def _by_columns(instance: Instance, start: Solution, began: float, seconds: floa
                 continue
             counts = improve(instance, counts, deadline)
             if instance.loads(counts).max() < slowest_us:
-                best = Solution(counts, columns.bound_us, "columns")
+                best = Solution(counts, columns.bound_us, "column generation")
     return best
 
 

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dmuon_tune.errors import UsageError
-from dmuon_tune.runtime.ownership import Assignment, Costs, Work, assign
+from dmuon_tune.runtime.ownership import Assignment, Costs, Work, assign, solve
 from dmuon_tune.runtime.ownership.costs import Point
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+
+@pytest.fixture
+def random_instance(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Work]]:
+    """Those of ``tools/bench_ownership.py``."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from bench_ownership import instance
+
+    return instance  # type: ignore[no-any-return]
 
 
 def costs(*points: tuple[int, float]) -> Costs:
@@ -47,6 +59,7 @@ def test_every_matrix_has_one_owner_and_loads_are_the_costs(work: list[Work], ow
     assert found.loads_us == pytest.approx(loads_of(work, found, owners))
     assert found.makespan_us == max(found.loads_us)
     assert found.bound_us <= found.makespan_us * (1 + 1e-9)
+    assert found.makespan_us <= assign(work, owners, seconds=0.0).makespan_us * (1 + 1e-9)
 
 
 @given(models(), st.integers(2, 6), st.floats(1.05, 3.0))
@@ -71,6 +84,59 @@ def test_batches_count() -> None:
     assert (found.makespan_us, found.bound_us, found.gap) == (10.0, 10.0, 0.0)
 
 
+@pytest.mark.parametrize("number", [4, 5, 15, 17])
+def test_random_instances_are_near_their_bound(number: int, random_instance: Callable[[int], list[Work]]) -> None:
+    # With the time that all passes take; what two seconds reach is in docs/ownership.md.
+    work, owners = random_instance(number), {4: 48, 5: 64, 15: 64, 17: 128}[number]
+    first, found = (assign(work, owners, seconds=seconds) for seconds in (0.0, 20.0))
+    assert found.gap <= 0.03 and found.makespan_us < first.makespan_us
+    assert found.method == "column generation" and first.method == "longest first"
+    assert found.loads_us == pytest.approx(loads_of(work, found, owners))
+
+
+def test_the_same_seed_gives_the_same_owners() -> None:
+    work = [
+        Work(rows, 4, layer, costs((1, 10.0 + 7 * rows), (2, 12.0 + 11 * rows), (6, 15.0 + 36 * rows)), 1)
+        for layer in range(7) for rows in range(1, 6)
+    ]
+    first, second, other = (assign(work, 9, seconds=20.0, seed=seed) for seed in (3, 3, 4))
+    assert first == second
+    assert other.makespan_us <= assign(work, 9, seconds=0.0).makespan_us
+
+
+def test_without_highs_the_local_search_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = [Work(rows, 4, layer, costs((1, 10.0 + 7 * rows)), 1) for layer in range(5) for rows in range(1, 6)]
+    monkeypatch.setattr(solve, "find_spec", lambda name: None)
+    found = assign(work, 4, seconds=5.0)
+    assert found.method == "local search"
+    assert found.makespan_us <= assign(work, 4, seconds=0.0).makespan_us
+
+
+def test_no_output_of_the_solver(
+    capfd: pytest.CaptureFixture[str], random_instance: Callable[[int], list[Work]]
+) -> None:
+    assert assign(random_instance(5), 64, seconds=20.0).method == "column generation"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_layer_is_spread_over_owners_and_nodes() -> None:
+    # Eight owners of four nodes; every layer has four matrices of two shapes: no two on one owner, one on each node.
+    of = {64: costs((1, 10.0)), 32: costs((1, 5.0))}
+    work = [Work(rows, 64, layer, of[rows], 1) for layer in range(8) for rows in (64, 64, 32, 32)]
+    found = assign(work, 8, nodes=4)
+    assert found.makespan_us == pytest.approx(found.bound_us) == 30.0
+    for layer in range(8):
+        owners = {owner for owner, item in zip(found.owner, work, strict=True) if item.layer == layer}
+        assert len(owners) == 4 and len({owner // 2 for owner in owners}) == 4
+
+
+@given(models(), st.sampled_from([(4, 2), (6, 3), (8, 8)]))
+def test_spreading_changes_no_load(work: list[Work], size: tuple[int, int]) -> None:
+    owners, nodes = size
+    together, apart = (assign(work, owners, nodes=each, seconds=0.0) for each in (1, nodes))
+    assert sorted(together.loads_us) == pytest.approx(sorted(apart.loads_us))
+
+
 def test_nothing_to_assign() -> None:
     assert assign([], 3) == Assignment((), (0.0, 0.0, 0.0), 0.0, "longest first")
 
@@ -89,7 +155,10 @@ def test_costs_never_fall() -> None:
         costs()
 
 
-@pytest.mark.parametrize("wrong", [{"owners": 0}, {"owners": 2, "nodes": 0}, {"owners": 2, "seconds": -1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"owners": 0}, {"owners": 2, "nodes": 0}, {"owners": 2, "seconds": -1.0}, {"owners": 3, "nodes": 2}],
+)
 def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         assign([Work(2, 2, 0, costs((1, 1.0)), 1)], **wrong)  # type: ignore[arg-type]
