@@ -25,7 +25,7 @@ class Relaxed:
     values: NDArray[np.float64]
 
 
-class _Silent(highspy.Highs):
+class _Silent(highspy.Highs):  # type: ignore[misc]
     """Prints nothing on stdout, where a command's results go: HiGHS would say its version while it is being made."""
 
     def enableCallbacks(self) -> None:
@@ -75,4 +75,5 @@ class Master:
         solution = model.getSolution()
         if not solution.value_valid or model.getInfo().objective_function_value > owners + TOLERANCE:
             return None
-        return np.rint(np.array(solution.col_value)).astype(np.int64)
+        chosen: NDArray[np.int64] = np.rint(np.array(solution.col_value)).astype(np.int64)
+        return chosen

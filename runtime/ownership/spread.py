@@ -32,7 +32,8 @@ def owners_of(instance: Instance, counts: Counts, layers: Sequence[int], nodes: 
         held = np.zeros(instance.owners, dtype=np.int64)
         for kind, places in per_class:
             while places:
-                chosen = _next(lacking[kind], held, np.bincount(node, held, nodes), node)[: len(places)]
+                by_node = held.reshape(nodes, -1).sum(axis=1)
+                chosen = _next(lacking[kind], held, by_node, node)[: len(places)]
                 owner[places[: len(chosen)]] = chosen
                 lacking[kind, chosen] -= 1
                 held[chosen] += 1
@@ -49,12 +50,13 @@ def _by_layer(instance: Instance, layers: Sequence[int]) -> list[list[tuple[int,
     return [list(found[layer].items()) for layer in sorted(found)]
 
 
-def _next(lacking: Owners, held: Owners, held_by_node: NDArray[np.float64], node: Owners) -> Owners:
+def _next(lacking: Owners, held: Owners, held_by_node: Owners, node: Owners) -> Owners:
     """The owners that lack a matrix of the class, in the order in which they get one each."""
     candidates = np.flatnonzero(lacking)
     within = candidates[np.lexsort((candidates, -lacking[candidates], held[candidates], node[candidates]))]
     firsts = np.searchsorted(node[within], node[within])  # where a candidate's node begins
     turn = np.arange(len(within)) - firsts  # so that nodes take turns
     order = np.lexsort((within, -lacking[within], held_by_node[node[within]] + turn, held[within]))
-    ordered: Owners = within[order]
-    return ordered[held[ordered] == held[ordered[0]]]
+    ordered = within[order]
+    alike: Owners = ordered[held[ordered] == held[ordered[0]]]
+    return alike
