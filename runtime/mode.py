@@ -1,15 +1,36 @@
-"""Over which ranks an optimizer's parameters are distributed, if they are."""
+"""Whether an optimizer's parameters are distributed, over which ranks, and what it needs then."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, distributed, nn
 
 from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
+
+from .newton_schulz import GramNewtonSchulz
+
+if TYPE_CHECKING:
+    from .distributed.gather import Gather
+
+
+def gather_for(
+    module: Any, parameters: Iterable[Tensor], given: Any, newton_schulz: GramNewtonSchulz,
+    momentum_dtype: torch.dtype | None, bucket_bytes: int, timeout: float,
+) -> Gather | None:
+    """The distributed part of an optimizer; None for one of one process. ``given`` is its ``process_group``."""
+    checks.integer("bucket_bytes", bucket_bytes)
+    checks.number("timeout", timeout)
+    group = group_for(module, parameters, given)
+    if group is None:
+        return None
+    from .distributed.gather import Gather  # imports DTensor, which one process does without
+
+    return Gather(group, newton_schulz, momentum_dtype, bucket_bytes, timeout)
 
 
 def group_for(module: Any, parameters: Iterable[Tensor], given: Any) -> Any:

@@ -22,7 +22,7 @@ from .batches import Batch, Kind, Setting, are_finite
 from .blocks import Blocks, Split, blocks_of
 from .checkpoints import restore
 from .execution import Momentum
-from .mode import group_for
+from .mode import gather_for
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
 from .parameters import (
     FIXED_OPTIONS,
@@ -135,18 +135,11 @@ class Muon(Optimizer):
         elif by_pattern or flatten:
             raise UsageError("splits and flatten find parameters of a module; give groups their own split and flatten")
         super().__init__(groups, defaults)
-        self._distribute(params, process_group, bucket_bytes, timeout)
+        self._gather = gather_for(
+            params, self._parameters(), process_group, self._newton_schulz, self._momentum_dtype, bucket_bytes, timeout
+        )
         if verbose and table:
             print_once(table)
-
-    def _distribute(self, params: Any, given: ProcessGroup | None, bucket_bytes: int, timeout: float) -> None:
-        checks.integer("bucket_bytes", bucket_bytes)
-        checks.number("timeout", timeout)
-        group = group_for(params, self._parameters(), given)
-        if group is not None:
-            from .distributed.gather import Gather  # imports DTensor, which one process does without
-
-            self._gather = Gather(group, self._newton_schulz, self._momentum_dtype, bucket_bytes, timeout)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; with ``use_muon`` False its missing options are the constructor's ``adamw_*``."""

@@ -89,7 +89,7 @@ def _transfer(flow: Iterator[tuple[int, int, int, Piece]], rank: int, world: int
             sends[target] += [(matrix, fragment) for fragment in piece.fragments]
         elif target == rank:
             receives[source] += [(matrix, fragment) for fragment in piece.fragments]
-    return Transfer(*map(_parcels, (sends, receives)), tuple(kept), *map(_sizes, (sends, receives)), empty)
+    return Transfer(_parcels(sends), _parcels(receives), tuple(kept), _sizes(sends), _sizes(receives), empty)
 
 
 def _parcels(by_rank: Sequence[Sequence[tuple[int, Fragment]]]) -> tuple[Parcel, ...]:

@@ -26,14 +26,13 @@ from .exchange import Exchange, Traffic, to_holders, to_owners
 from .pieces import Matrix, local_of, shard_of
 from .pipeline import Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
-from .rounds import Item, rounds
+from .rounds import Item, Lane, rounds
 
 if TYPE_CHECKING:
     from ..muon import Muon
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of gradients
 NO_GRADIENT = 0  # as a code; of a gradient: 1 + 2 · dtype + whether it is placed otherwise than its parameter
-Lane = tuple[torch.dtype, torch.dtype]  # in which matrices go to their owner, and come back
 
 
 class Gather:

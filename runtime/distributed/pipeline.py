@@ -32,11 +32,13 @@ class Stage:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        return self.round.lane[0]
+        dtype: torch.dtype = self.round.lane[0]
+        return dtype
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.round.lane[1]
+        dtype: torch.dtype = self.round.lane[1]
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ class Pipeline:
     def _places(self, stage: Stage, flat: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """A batch's matrices in a buffer, and where in them what arrives, and what is kept, belongs."""
         matrices = self._batch(stage, flat)
-        return matrices, *(self._parts(stage, matrices, some) for some in (stage.inward.receives, stage.inward.kept))
+        inward = stage.inward
+        return matrices, self._parts(stage, matrices, inward.receives), self._parts(stage, matrices, inward.kept)
 
     def _batch(self, stage: Stage, flat: Tensor) -> list[Tensor]:
         if not stage.batch:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from dmuon_tune.recipe import pieces
 
 BUCKET_BYTES = 2**28  # of an owner's batch; its gradients, its updates and what is in flight are each at most that
 DEPTH = 2  # rounds whose gradients are under way
 
+Lane = tuple[Any, Any]
+
 
 @dataclass(frozen=True)
 class Item:
-    """Matrix ``place``, to be sent: ``lane`` are the dtypes that it is sent in, which a round shares."""
+    """Matrix ``place``, to be sent; ``lane``: the dtypes in which it goes and comes back, which a round shares."""
 
     place: int
-    lane: Hashable
+    lane: Lane
     rows: int
     cols: int
     owner: int
@@ -28,7 +31,7 @@ class Item:
 class Round:
     """The places of the matrices of each owner's batch (none: it has nothing to do in this round)."""
 
-    lane: Hashable
+    lane: Lane
     batches: tuple[tuple[int, ...], ...]
 
 
@@ -38,8 +41,8 @@ def rounds(items: Sequence[Item], world: int, bucket_bytes: int = BUCKET_BYTES) 
     The largest matrices come first: what is left at the end, which nothing hides, is small. A pure function of its
     arguments, so every rank has the same rounds.
     """
-    by_lane: dict[Hashable, list[list[tuple[int, ...]]]] = {}
-    by_kind: dict[tuple[Hashable, int, int], list[list[Item]]] = {}
+    by_lane: dict[Lane, list[list[tuple[int, ...]]]] = {}
+    by_kind: dict[tuple[Lane, int, int], list[list[Item]]] = {}
     for item in items:
         by_lane.setdefault(item.lane, [[] for _ in range(world)])
         kind = by_kind.setdefault((item.lane, item.rows, item.cols), [[] for _ in range(world)])
