@@ -39,7 +39,7 @@ from .parameters import (
     unusable,
 )
 from .plan import Plan
-from .report import Report, report
+from .report import Direction, Report, directions_of, report
 from .updates import Rate, move
 
 if TYPE_CHECKING:
@@ -242,16 +242,19 @@ class Muon(Optimizer):
         """What each matrix runs on and how far it moves; with ``spectra`` its update's singular values too.
 
         Orthogonalizes every momentum anew and waits for it: for every hundredth step, not for each. Nothing changes.
+        Where parameters are distributed, all ranks call this together and get the same.
         """
+        if self._gather is not None:
+            return self._gather.report(self, spectra)
         self._check_groups()
         if not self._planned:
             self.plan()
-        found = (
-            (setting.group, setting.index, position,
-             self._blocks_of(setting.group, setting.index, position) or Blocks())
-            for setting in self._settings() for position in range(len(setting.group["params"]))
-        )
-        return report(self._newton_schulz, self.state, found, spectra, self.skipped_steps)
+        directions: list[Direction] = []
+        for setting in self._settings():
+            for position, p in enumerate(setting.group["params"]):
+                blocks = self._blocks_of(setting.group, setting.index, position) or Blocks()
+                directions += directions_of(setting.group, setting.index, position, blocks, self.state.get(p, {}))
+        return report(self._newton_schulz, directions, spectra, self.skipped_steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """PyTorch's, but a momentum keeps its values whatever the parameter's dtype, and state of another model is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ class MatrixReport:
     """One matrix. ``recipe``: form, dtype and restarts; ``origin``: of how many of its chain's products, such as
     ``tuned 3/3``. Microseconds are its share of its batch: ``tuned_us`` as the cache has it, ``measured_us`` of this
     report's own call on the wall clock. ``update_rms`` is the root mean square of lr·s·polar(U), None before a first
-    step; σ of polar(U), where asked for."""
+    step; σ of polar(U), where asked for; ``owner``: the rank that orthogonalizes it, where there are several."""
 
     name: str
     rows: int
@@ -39,6 +39,7 @@ class MatrixReport:
     update_rms: float | None = None
     sigma_min: float | None = None
     sigma_max: float | None = None
+    owner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,9 @@ class Report:
         return found | {"muon/newton_schulz_us": math.fsum(measured)}
 
     def __str__(self) -> str:
-        fields = list(asdict(self.matrices[0])) if self.matrices else []
-        return table(
-            fields,
-            [[_short(value) for value in asdict(matrix).values()] for matrix in self.matrices],
-        )
+        rows = [asdict(matrix) for matrix in self.matrices]
+        fields = [name for name in (rows[0] if rows else ()) if name != "owner" or rows[0]["owner"] is not None]
+        return table(fields, [[_short(row[name]) for name in fields] for row in rows])
 
 
 def _short(value: Any) -> Any:
@@ -72,58 +71,66 @@ def _short(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """One matrix to report: U with its factor lr·s (None without momentum yet)."""
+class Direction:
+    """One matrix to report: its U as the last step had it (None without momentum yet), and lr·s; of a weight's
+    ``dtype`` on ``device``."""
 
     name: str
     shape: tuple[int, int]
     u: Tensor | None
     factor: float
+    device: torch.device
+    dtype: torch.dtype
 
 
 def report(
-    newton_schulz: GramNewtonSchulz, state: Mapping[Tensor, Mapping[str, Any]],
-    parameters: Iterable[tuple[Mapping[str, Any], int, int, Blocks]], spectra: bool, skipped_steps: int,
+    newton_schulz: GramNewtonSchulz, directions: Sequence[Direction], spectra: bool, skipped_steps: int
 ) -> Report:
-    """The report on these (group, its index, position, blocks); matrices in their order."""
-    together: dict[tuple[Any, ...], list[tuple[int, _Matrix]]] = defaultdict(list)
-    count = 0
-    for group, index, position, blocks in parameters:
-        p = group["params"][position]
-        for matrix in _matrices(p, group, name_of(group, index, position), blocks, state.get(p, {})):
-            together[p.device, p.dtype, matrix.shape].append((count, matrix))
-            count += 1
+    """The report on these matrices, in their order."""
+    together: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for place, matrix in enumerate(directions):
+        together[matrix.device, matrix.dtype, matrix.shape].append(place)
     found: dict[int, MatrixReport] = {}
     for (device, _, shape), some in together.items():
         for part, batch in cut_batch(len(some), *shape):
-            planned = newton_schulz.planned(batch, device)
-            places, matrices = zip(*some[part], strict=True)
+            planned, places = newton_schulz.planned(batch, device), some[part]
+            matrices = [directions[place] for place in places]
             found |= zip(places, _reports(newton_schulz, planned, matrices, spectra), strict=True)
-    return Report(tuple(found[place] for place in range(count)), skipped_steps)
+    return Report(tuple(found[place] for place in range(len(directions))), skipped_steps)
 
 
-def _matrices(
-    p: Tensor, group: Mapping[str, Any], name: str, blocks: Blocks, state: Mapping[str, Any]
-) -> list[_Matrix]:
+def directions_of(
+    group: Mapping[str, Any], index: int, position: int, blocks: Blocks, state: Mapping[str, Any]
+) -> list[Direction]:
     """A parameter's matrices; U as its last step had it, or M alone where the gradient is gone."""
-    buffer, bare = state.get("momentum_buffer"), name.removeprefix("parameter ").strip("'")
-    parts: Sequence[Tensor | None] = [None] * len(blocks.shapes(p))
+    p, buffer = group["params"][position], state.get("momentum_buffer")
+    shapes = blocks.shapes(p)
+    parts: Sequence[Tensor | None] = [None] * len(shapes)
     if buffer is not None:
         u = buffer
         if group["nesterov"] and p.grad is not None:
             u = p.grad + float(group["momentum"]) * buffer
         parts = blocks.of(u)
     return [
-        _Matrix(
-            f"{bare}[{place}]" if len(parts) > 1 else bare, shape, part,
-            float(group["lr"]) * SCALES[group["scale"]](*shape),
-        )
-        for place, (part, shape) in enumerate(zip(parts, blocks.shapes(p), strict=True))
+        Direction(block_name(group, index, position, place, len(parts)), shape, part, factor_of(group, shape), p.device,
+                  p.dtype)
+        for place, (part, shape) in enumerate(zip(parts, shapes, strict=True))
     ]
 
 
+def block_name(group: Mapping[str, Any], index: int, position: int, block: int, blocks: int) -> str:
+    """A matrix's name: its parameter's, and which it is of several."""
+    bare = name_of(group, index, position).removeprefix("parameter ").strip("'")
+    return f"{bare}[{block}]" if blocks > 1 else bare
+
+
+def factor_of(group: Mapping[str, Any], shape: tuple[int, int]) -> float:
+    """lr·s."""
+    return float(group["lr"]) * SCALES[group["scale"]](*shape)
+
+
 def _reports(
-    newton_schulz: GramNewtonSchulz, planned: GroupPlan, matrices: Sequence[_Matrix], spectra: bool
+    newton_schulz: GramNewtonSchulz, planned: GroupPlan, matrices: Sequence[Direction], spectra: bool
 ) -> list[MatrixReport]:
     recipe, batch = planned.recipe, len(matrices)
     origins = Counter(bound.origin for bound in planned.bindings.values())

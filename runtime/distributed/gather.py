@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from ..newton_schulz import GramNewtonSchulz, cut_batch
 from ..ownership import Assignment
 from ..parameters import name_of
 from ..plan import Plan
+from ..report import Direction, MatrixReport, Report, block_name, factor_of, report
 from .adamw import LocalAdamW, like
 from .control import Control
 from .exchange import Exchange, Traffic, to_holders, to_owners
@@ -55,6 +58,7 @@ class Gather:
         self._survey = Survey()
         self._owner: list[int] = []
         self._schedules: dict[tuple[int, ...], list[Stage]] = {}  # by what gradients there are
+        self._whole: list[Stage] = []  # of a step in which every matrix moves
         self._checkpoints: dict[tuple[int, ...], list[Stage]] = {}  # by the parameters that have momentum
         self._adamw = LocalAdamW()
 
@@ -87,16 +91,22 @@ class Gather:
         self._checkpoints.clear()
         codes = [NO_GRADIENT if each.blocks is None else _code(each.tensor, each.tensor) for each in found]
         moving = self._reading(optimizer)
-        stages = self._scheduled(codes, moving)
-        groups = [group for stage in stages for _, group in self._batches(stage, moving)]
+        self._whole = self._scheduled(codes, moving)
+        groups = [group for stage in self._whole for _, group in self._batches(stage, moving)]
         return (self._newton_schulz.plan_for(groups, device),) if groups else ()
+
+    def ready(self, optimizer: Muon, what: str = "") -> None:
+        """All ranks are in ``what``, and have agreed where everything is; collective."""
+        if what:
+            self.control.agree(what)
+        if not optimizer._planned:
+            self.place(optimizer)
+            optimizer._planned = True
 
     def step(self, optimizer: Muon) -> bool:
         """One update of all parameters, wherever they are; False where it was skipped for NaN or inf; collective."""
         self.control.step += 1
-        if not optimizer._planned:
-            self.place(optimizer)
-            optimizer._planned = True
+        self.ready(optimizer)
         with record_function("Muon: check"):
             codes = self._agreed(optimizer)
         if codes is None:
@@ -114,7 +124,7 @@ class Gather:
 
     def state(self, optimizer: Muon) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as its checkpoints have it: momenta lie as their parameters do; collective."""
-        self.control.agree("state_dict")
+        self.ready(optimizer, "state_dict")
         local: dict[int, Tensor] = {}
         state = {p: {key: value for key, value in its.items() if key != "owned"} for p, its in optimizer.state.items()}
         parameters = _parameters(optimizer)
@@ -160,6 +170,35 @@ class Gather:
         stages = self._momenta(parameters, local)
         for place, whole in self._pipeline.collected(stages, lambda matrix: local[matrix.parameter]):
             optimizer.state[parameters[matrices[place].parameter]]["owned"][matrices[place].block] = whole
+
+    def report(self, optimizer: Muon, spectra: bool) -> Report:
+        """Every matrix, as its owner's momentum alone shows it: its gradient is in pieces; collective."""
+        self.ready(optimizer, "report")
+        own: list[tuple[int, dict[str, Any]]] = []
+        for stage in self._whole:
+            found = report(self._newton_schulz, self._directions(optimizer, stage), spectra, 0).matrices
+            own += [(place, asdict(each)) for place, each in zip(stage.batch, found, strict=True)]
+        by_place = {
+            place: MatrixReport(**{**fields, "owner": rank})
+            for rank, some in enumerate(self.control.gather(own, "report")) for place, fields in some
+        }
+        return Report(tuple(by_place[place] for place in sorted(by_place)), optimizer.skipped_steps)
+
+    def _directions(self, optimizer: Muon, stage: Stage) -> list[Direction]:
+        found = []
+        places = [(index, position) for index, group in enumerate(optimizer.param_groups)
+                  for position in range(len(group["params"]))]
+        blocks = Counter(matrix.parameter for matrix in self._survey.matrices)
+        for place in stage.batch:
+            matrix = self._survey.matrices[place]
+            index, position = places[matrix.parameter]
+            group = optimizer.param_groups[index]
+            p = group["params"][position]
+            name = block_name(group, index, position, matrix.block, blocks[matrix.parameter])
+            momentum = optimizer.state.get(p, {}).get("owned", {}).get(matrix.block)
+            shape = matrix.rows, matrix.cols
+            found.append(Direction(name, shape, momentum, factor_of(group, shape), local_of(p).device, p.dtype))
+        return found
 
     def _placed(self, index: int, p: Tensor, value: Tensor) -> Tensor:
         """A tensor of a parameter's shape, placed like it."""
