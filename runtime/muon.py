@@ -183,9 +183,7 @@ class Muon(Optimizer):
     def plan(self) -> tuple[Plan, ...]:
         """Resolve the kernels of every matrix now, one plan a device; otherwise the first step does it."""
         if self._gather is not None:
-            plans = self._gather.place(self)
-            self._planned = True
-            return plans
+            return self._gather.place(self)
         self._check_groups()
         counts: Counter[Kind] = Counter()
         for setting in self._settings():
@@ -197,10 +195,11 @@ class Muon(Optimizer):
         for kind, count in counts.items():
             wanted[kind.device] += [(batch, kind) for _, batch in cut_batch(count, kind.rows, kind.cols)]
         resolved = []
-        for device, found in wanted.items():
-            resolved.append(self._newton_schulz.plan_for([batch for batch, _ in found], device))
-            for batch, kind in found:
-                self._newton_schulz.prepare(batch, device, kind.gradient_dtype, kind.mode, kind.dtype)
+        with self._newton_schulz.looking_up():
+            for device, found in wanted.items():
+                resolved.append(self._newton_schulz.plan_for([batch for batch, _ in found], device))
+                for batch, kind in found:
+                    self._newton_schulz.prepare(batch, device, kind.gradient_dtype, kind.mode, kind.dtype)
         self._planned = True
         return tuple(resolved)
 

@@ -92,6 +92,7 @@ class Gather:
         codes = [NO_GRADIENT if each.blocks is None else _code(each.tensor, each.tensor) for each in found]
         moving = self._reading(optimizer)
         self._whole = self._scheduled(codes, moving)
+        optimizer._planned = True
         groups = [group for stage in self._whole for _, group in self._batches(stage, moving)]
         return (self._newton_schulz.plan_for(groups, device),) if groups else ()
 
@@ -101,7 +102,6 @@ class Gather:
             self.control.agree(what)
         if not optimizer._planned:
             self.place(optimizer)
-            optimizer._planned = True
 
     def step(self, optimizer: Muon) -> bool:
         """One update of all parameters, wherever they are; False where it was skipped for NaN or inf; collective."""
@@ -325,9 +325,10 @@ class Gather:
 
     def _resolve(self, stages: Sequence[Stage], moving: Moving) -> None:
         """Kernels for the batches that this rank runs."""
-        for stage in stages:
-            for kind, group in self._batches(stage, moving):
-                self._newton_schulz.prepare(group, kind.device, kind.gradient_dtype, kind.mode, kind.dtype)
+        with self._newton_schulz.looking_up():
+            for stage in stages:
+                for kind, group in self._batches(stage, moving):
+                    self._newton_schulz.prepare(group, kind.device, kind.gradient_dtype, kind.mode, kind.dtype)
 
     def _batches(self, stage: Stage, moving: Moving) -> Iterator[tuple[Kind, Group]]:
         for kind, places in self._pipeline.kinds(stage, moving).items():

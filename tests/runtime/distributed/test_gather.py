@@ -1,59 +1,110 @@
-"""Muon on shards against Muon in one process, to the bit."""
+"""What happens around steps over shards: parameters that come later, state of one process, reports, refusals."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from dmuon_tune.errors import UsageError
 from dmuon_tune.runtime import Muon
 
+from ..reference import gaussian
 from . import layouts
 from .world import Worlds
 
 
-def case_steps(rank: int, size: int, layout: str, options: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train on given gradients; what this rank holds then, and its traffic."""
-    places = layouts.places_of(layouts.Toy, layout, size)
-    model = layouts.parallel(layouts.Toy(), layout, size)
-    shapes = {name: tuple(p.shape) for name, p in layouts.named(model).items()}
-    optimizer = Muon(model, **{**layouts.OPTIONS, **options})
-    for step in range(steps):
-        full = layouts.gradients(shapes, step)
-        for name, p in layouts.named(model).items():
-            p.grad = layouts.piece(p, places[name], full[name])
+def pair(rows: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, rows, bias=False), nn.Linear(rows, 6, bias=False))
+
+
+def give(model: nn.Module, step: int) -> None:
+    for p in model.parameters():
+        gradient = gaussian(*p.shape, seed=step)
+        if isinstance(p, DTensor):
+            rows = -(-len(gradient) // p.device_mesh.size())
+            start = p.device_mesh.get_local_rank() * rows
+            local = gradient[start : start + rows]
+            gradient = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                                          stride=p.stride())
+        p.grad = gradient
+
+
+def case_parameters_that_come_later(rank: int, size: int) -> list[bool]:
+    """A group that is added between steps: what has an owner keeps it."""
+    first, second = pair(8), pair(10)
+    twins = copy.deepcopy((first, second))
+    for model in (first, second):
+        fully_shard(model)
+    optimizer, single = Muon(first, verbose=False), Muon(twins[0], verbose=False)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": list(second.named_parameters("later"))})
+            single.add_param_group({"params": list(twins[1].named_parameters("later"))})
+        for model in (first, second, *twins):
+            give(model, step)
         optimizer.step()
-    held = {name: (places[name], layouts.local(p)) for name, p in layouts.named(model).items()}
-    matrices = {name.removeprefix("module.") for group in optimizer.param_groups if group["use_muon"]
-                for name in group["param_names"]}
-    assert optimizer.assignment is not None
-    return {"matrices": matrices, "count": len(optimizer.assignment.owner), "held": held,
-            "traffic": optimizer.traffic, "shapes": shapes}
+        single.step()
+    return [torch.equal(p.full_tensor(), twin) for model, whole in zip((first, second), twins, strict=True)
+            for p, twin in zip(model.parameters(), whole.parameters(), strict=True)]
 
 
-def alone(options: dict[str, Any], steps: int) -> dict[str, Tensor]:
+def case_state_of_one_process(rank: int, size: int) -> list[bool]:
+    """A state dict of whole tensors, as torch.load gives it; none is left whole but on its owner."""
+    twin = layouts.Toy()
+    single = Muon(twin, **layouts.OPTIONS)
+    give(twin, 0)
+    single.step()
     model = layouts.Toy()
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    optimizer = Muon(model, **{**layouts.OPTIONS, **options})
-    for step in range(steps):
-        full = layouts.gradients(shapes, step)
-        for name, p in model.named_parameters():
-            p.grad = full[name]
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    model.load_state_dict(twin.state_dict())
+    layouts.parallel(model, "fsdp", size)
+    optimizer = Muon(model, **layouts.OPTIONS)
+    optimizer.load_state_dict(copy.deepcopy(single.state_dict()))
+    for each, its in ((twin, single), (model, optimizer)):
+        give(each, 1)
+        its.step()
+    names = single.param_groups[0]["param_names"]
+    return [torch.equal(dict(model.named_parameters())[name].full_tensor(), twin.get_parameter(name)) for name in names]
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "columns", "ddp"])
-def test_steps_are_those_of_one_process(worlds: Worlds, layout: str) -> None:
-    options = {"bucket_bytes": 20_000}
-    want = alone({}, 3)
-    found = worlds(2).run(case_steps, layout, options, 3)
-    shapes = found[0]["shapes"]
-    for name, whole in layouts.whole(shapes, [each["held"] for each in found]):
-        if name in found[0]["matrices"]:
-            assert torch.equal(whole, want[name]), name
-        else:  # PyTorch's fused AdamW rounds the last few elements of a tensor, and so of a shard, otherwise
-            torch.testing.assert_close(whole, want[name], rtol=1e-6, atol=1e-9)
-    assert sum(each["traffic"].ns_runs for each in found) == 3 * found[0]["count"]
+def case_report(rank: int, size: int) -> tuple[list[Any], str]:
+    model = pair(8)
+    fully_shard(model)
+    optimizer = Muon(model, verbose=False)
+    assert all(matrix.update_rms is None for matrix in optimizer.report().matrices)
+    give(model, 0)
+    optimizer.step()
+    report = optimizer.report(spectra=True)
+    assert str(report).splitlines()[0].split()[-1] == "owner"
+    with pytest.raises(UsageError, match="save its state_dict"):
+        pickle.dumps(optimizer)
+    return [(each.name, each.owner, each.update_rms, each.sigma_max) for each in report.matrices], str(report)
+
+
+def test_parameters_that_come_later_and_state_of_one_process(worlds: Worlds) -> None:
+    for case in (case_parameters_that_come_later, case_state_of_one_process):
+        for equal in worlds(2).run(case):
+            assert equal and all(equal)
+
+
+def test_a_report_is_the_same_on_all_ranks(worlds: Worlds) -> None:
+    (matrices, text), other = worlds(2).run(case_report)
+    assert (matrices, text) == other
+    assert [matrix[0] for matrix in matrices] == ["0.weight", "1.weight"]
+    assert {owner for _, owner, _, _ in matrices} == {0, 1}
+    assert all(0 < rms < 0.1 and 0.5 < sigma < 1.5 for _, _, rms, sigma in matrices)
+
+
+def test_flat_parameters_are_refused() -> None:
+    class FullyShardedDataParallel(nn.Linear):
+        """By name alone, so that it is not imported."""
+
+    with pytest.raises(UsageError, match="fully_shard"):
+        Muon(nn.Sequential(FullyShardedDataParallel(4, 4)), verbose=False)
