@@ -1,12 +1,15 @@
-"""bench_ns's clock: graph replays in interleaved windows, eager calls on the wall clock, the device's ceiling."""
+"""The benchmarks' clocks: graph replays in windows, eager calls on the wall clock, a step's ranges, the ceiling."""
 
 from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,6 +132,51 @@ def eager(work: Work) -> dict[str, float]:
     hosts = [host_us(work) for _ in range(max(fewest, min(most, int(EAGER_TOTAL_US / estimate_us))))]
     synchronize()
     return {f"wall_{name}": value for name, value in walls.items()} | {"host_us": statistics.median(hosts)}
+
+
+class Clock:
+    """Takes the place of the profiler's ranges: the device's time between the two ends of each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self._spans.append((name.removeprefix("Muon: "), begin, self._now()))
+
+    def totals_us(self) -> dict[str, float]:
+        synchronize()
+        found: Counter[str] = Counter()
+        for name, begin, end in self._spans:
+            found[name] += begin.elapsed_time(end) * 1e3 if self._cuda else (end - begin) * 1e6
+        return dict(found)
+
+
+def ranges_us(work: Work, device: torch.device, calls: int) -> dict[str, float]:
+    """Range of the runtime that ``work`` goes through (without ``Muon: ``) → microseconds a call, the device's own."""
+    clock = Clock(device)
+    modules = [module for name, module in sys.modules.items()
+               if name.startswith("dmuon_tune.runtime") and hasattr(module, "record_function")]
+    kept = [module.record_function for module in modules]
+    for module in modules:
+        module.record_function = clock.range  # type: ignore[attr-defined]
+    try:
+        for _ in range(calls):
+            work()
+    finally:
+        for module, own in zip(modules, kept, strict=True):
+            module.record_function = own  # type: ignore[attr-defined]
+    return {name: us / calls for name, us in clock.totals_us().items()}
 
 
 def ceiling_flops(device: torch.device, dtype: torch.dtype) -> float:

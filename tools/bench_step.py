@@ -18,10 +18,8 @@ import json
 import random
 import statistics
 import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +28,7 @@ from typing import Any
 
 import torch
 from _bench_methods import PEER_VERSION, RESTARTS, STEPS, Refused, plain_ns, recurrence
-from _bench_timing import host_us, row_us, spread, synchronize
+from _bench_timing import host_us, ranges_us, row_us, spread, synchronize
 from _runner import Parser, check_writable, run
 from bench_ns import guarded, names, versions
 from torch import Tensor, nn
@@ -41,7 +39,7 @@ from dmuon_tune.coefficients import CoefficientSet, coefficient_set
 from dmuon_tune.matrices import select
 from dmuon_tune.models import presets
 from dmuon_tune.recipe import default_dtype
-from dmuon_tune.runtime import Muon, execution, muon
+from dmuon_tune.runtime import Muon
 from dmuon_tune.runtime.scales import SCALES
 from dmuon_tune.words import counted, table
 
@@ -169,45 +167,9 @@ def measure(running: Sequence[Entrant], rounds: int) -> None:
         entrant.result |= spread(walls[id(entrant)]) | {"host_us": statistics.median(hosts[id(entrant)])}
 
 
-class Clock:
-    """Takes the place of the profiler's ranges: the device's time between the two ends of each phase."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, Any, Any]] = []
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        begin = self._now()
-        yield
-        self._spans.append((name.removeprefix("Muon: "), begin, self._now()))
-
-    def totals_us(self) -> dict[str, float]:
-        synchronize()
-        found: Counter[str] = Counter()
-        for name, begin, end in self._spans:
-            found[name] += begin.elapsed_time(end) * 1e3 if self._cuda else (end - begin) * 1e6
-        return dict(found)
-
-
 def phases_us(step: Step, device: torch.device, steps: int = 10) -> dict[str, float]:
     """Phase → microseconds a step on the device's own clock (the host's, on a CPU)."""
-    clock = Clock(device)
-    kept = execution.record_function, muon.record_function
-    execution.record_function = muon.record_function = clock.range  # type: ignore[assignment]
-    try:
-        for _ in range(steps):
-            step()
-    finally:
-        execution.record_function, muon.record_function = kept
-    return {name: us / steps for name, us in clock.totals_us().items() if name in PHASES}
+    return {name: us for name, us in ranges_us(step, device, steps).items() if name in PHASES}
 
 
 def memory_over(step: Step, device: torch.device, steps: int) -> dict[str, int]:

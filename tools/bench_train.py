@@ -1,0 +1,220 @@
+"""Compares optimizers in training on FSDP2: whole steps, their phases, memory and traffic, in one run and one table.
+
+    torchrun --nproc-per-node 2 tools/bench_train.py [--preset qwen2.5-0.5b qwen2.5-1.5b] [--json out.json]
+
+Every variant trains a decoder of the preset's numbers from the same seed on the same random tokens: bf16 compute, fp32
+weights and gradients in shards, AdamW for embeddings, head, norms and biases. ``step_ms`` is the time of a step in a
+row of steps that is waited for at its end: median, p20 and p80. ``forward``, ``backward`` and ``optimizer`` are waited
+for one by one on all ranks, in ms: medians of the slowest rank. ``sent_MB`` is what the optimizer sends to other ranks
+in a step, ``runs`` the matrices orthogonalized in it, both over all ranks; ``first_s`` the first step with all that is
+planned and compiled for it. ``x_adamw`` is the step over AdamW's, ``faster`` gather-then-compute's optimizer time over
+this one's. Run ``dmuon-tune tune --preset ...`` first. A rank that fails ends the run; torchrun then returns 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _bench_model import RECOMPUTED_PARAMETERS, numbers_of, sharded, trainable
+from _bench_training import PROGRAM, Training, World, measure, timed_us
+from _bench_variants import VARIANTS, Variant
+from _runner import Parser, check_writable, run
+from bench_ns import digits, names, versions
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.cli.options import positive
+from dmuon_tune.coefficients import CoefficientSet, coefficient_set
+from dmuon_tune.errors import UsageError
+
+Row = dict[str, Any]
+
+
+def train(
+    world: World, device: torch.device, preset: str, key: str, coefficients: CoefficientSet, options: argparse.Namespace
+) -> Row:
+    """One variant from the seed's model to its figures; what it held is freed."""
+    numbers = numbers_of(preset, options.layers)
+    mesh = init_device_mesh(device.type, (world.size,))
+    model = sharded(numbers, mesh, device, options.seed, recomputes(preset, options))
+    if options.compile:
+        for block in model.layers:
+            block.body = torch.compile(block.body, fullgraph=True, dynamic=False)
+    rng = torch.Generator(device).manual_seed(options.seed * world.size + world.rank)
+    shape = options.batch, options.sequence + 1
+
+    def batch() -> Tensor:
+        return torch.randint(numbers.vocabulary, shape, device=device, generator=rng)
+
+    label, make = VARIANTS[key]
+    made: list[Variant] = []
+    make_us = timed_us(world, lambda: made.append(make(model, coefficients)))
+    row = measure(world, Training(model, made.pop(), batch), options.steps)
+    row["first_us"]["make"] = max(world.all(make_us))
+    row["tokens_per_s"] = world.size * options.batch * options.sequence / row["median_us"] * 1e6
+    return {"preset": preset, "variant": key, "optimizer": label, "model": asdict(numbers), **row}
+
+
+def recomputes(preset: str, options: argparse.Namespace) -> bool:
+    """Whether blocks are recomputed in the backward."""
+    if options.checkpoint is None:
+        return numbers_of(preset, options.layers).parameters >= RECOMPUTED_PARAMETERS
+    return bool(options.checkpoint)
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def relate(row: Row, others: Sequence[Row]) -> None:
+    """Add the step over AdamW's and gather-then-compute's optimizer time over this one's, where those were measured."""
+    beside = {other["variant"]: other for other in others if other["preset"] == row["preset"]} | {row["variant"]: row}
+    if "adamw" in beside:
+        row["over_adamw"] = row["median_us"] / beside["adamw"]["median_us"]
+    if "gather-then-compute" in beside and row["variant"] != "adamw":
+        row["faster"] = beside["gather-then-compute"]["phases_us"]["optimizer"] / row["phases_us"]["optimizer"]
+
+
+def scaled(by: float, places: int, *path: str) -> Callable[[Row], str]:
+    """The text of a row's figure over ``by``."""
+
+    def text(row: Row) -> str:
+        value: Any = row
+        for name in path:
+            value = value.get(name) if value is not None else None
+        return digits(None if value is None else value / by, places)
+
+    return text
+
+
+COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
+    ("step_ms", 9, scaled(1e3, 2, "median_us")), ("p20", 9, scaled(1e3, 2, "p20_us")),
+    ("p80", 9, scaled(1e3, 2, "p80_us")), ("tokens/s", 10, scaled(1, 0, "tokens_per_s")),
+    ("forward", 9, scaled(1e3, 2, "phases_us", "forward")), ("backward", 9, scaled(1e3, 2, "phases_us", "backward")),
+    ("optimizer", 9, scaled(1e3, 2, "phases_us", "optimizer")), ("peak_GB", 8, scaled(1e9, 2, "peak_bytes")),
+    ("sent_MB", 10, scaled(1e6, 3, "sent_bytes")), ("runs", 6, scaled(1, 0, "runs")),
+    ("first_s", 8, lambda row: digits(sum(row["first_us"].values()) / 1e6, 2)),
+    ("x_adamw", 8, scaled(1, 3, "over_adamw")), ("faster", 7, scaled(1, 2, "faster")),
+    ("loss", 7, lambda row: digits(row["losses"][-1], 3)),
+)
+
+
+
+
+def print_line(preset: str, optimizer: str, cells: Sequence[str]) -> None:
+    widths = [width for _, width, _ in COLUMNS]
+    figures = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    print(f"{preset:<13} {optimizer:<25} {figures}", flush=True)
+
+
+def print_row(row: Row) -> None:
+    print_line(row["preset"], row["optimizer"], [text(row) for _, _, text in COLUMNS])
+    owned = row["ownership"]
+    if owned:
+        slowest_ms, predicted_ms, bound_ms = (owned[name] / 1e3 for name in ("slowest_us", "predicted_us", "bound_us"))
+        print(f"{'':<13} slowest owner, ms: {slowest_ms:.3f}, predicted {predicted_ms:.3f} (bound {bound_ms:.3f}, gap "
+              f"{owned['gap']:.2%}): {slowest_ms / predicted_ms - 1:+.1%}")
+        ranges = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in row["ranges_us"].items() if not name[0].isdigit())
+        print(f"{'':<13} inside, ms on the slowest rank: {ranges}", flush=True)
+
+
+def print_head(world: World, device: torch.device, date: str, options: argparse.Namespace) -> None:
+    recomputed = [preset for preset in options.preset if recomputes(preset, options)]
+    print(
+        f"{world.size} x {fingerprint(str(device)).name}, torch {torch.__version__}, {options.batch} x "
+        f"{options.sequence} tokens a rank, blocks recomputed in the backward: {', '.join(recomputed) or 'none'}, "
+        f"blocks compiled: {'yes' if options.compile else 'no'}, {options.layers or 'all'} layers, "
+        f"{options.steps} steps, plain Newton-Schulz in bf16, {options.coefficients}, {date}"
+    )
+    print_line("preset", "optimizer", [name for name, _, _ in COLUMNS])
+
+
+def compare(world: World, device: torch.device, options: argparse.Namespace) -> None:
+    """Every variant on every preset; the first rank prints each as it is measured, and writes all so far."""
+    coefficients, date = coefficient_set(options.coefficients), datetime.now(UTC).isoformat(timespec="seconds")
+    if world.rank == 0:
+        print_head(world, device, date, options)
+    rows: list[Row] = []
+    for preset in options.preset:
+        torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
+        for key in (key for key in VARIANTS if key in options.variants):
+            row = train(world, device, preset, key, coefficients, options)
+            release()
+            relate(row, rows)
+            rows.append(row)
+            if world.rank == 0:
+                print_row(row)
+                if options.json:
+                    options.json.write_text(json.dumps({
+                        "date": date, "hardware": fingerprint(str(device)).to_dict(), "versions": versions(),
+                        "ranks": world.size, "batch": options.batch, "sequence": options.sequence,
+                        "coefficients": options.coefficients, "seed": options.seed, "compile": options.compile,
+                        "recomputed": [preset for preset in options.preset if recomputes(preset, options)],
+                        "rows": rows,
+                    }, indent=1))
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    """UsageError for what cannot be asked."""
+    parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", nargs="+", default=["qwen2.5-1.5b"], help=f"some of {' '.join(trainable())} "
+                        "(default: qwen2.5-1.5b)")
+    parser.add_argument("--variants", type=names(VARIANTS), default=tuple(VARIANTS),
+                        help=f"some of {','.join(VARIANTS)}")
+    parser.add_argument("--layers", type=positive, help="of the model (default: the preset's)")
+    parser.add_argument("--batch", type=positive, default=16, help="sequences a rank (default: 16)")
+    parser.add_argument("--sequence", type=positive, default=2048, help="tokens of each (default: 2048)")
+    parser.add_argument("--steps", type=positive, default=20, help="that are timed, by phase and again in a row "
+                        "(default: 20)")
+    parser.add_argument("--device", default="auto", help="cuda, a GPU for each rank, or cpu (default: cuda if there)")
+    parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, help="recompute blocks in the backward "
+                        f"(default: from {RECOMPUTED_PARAMETERS / 1e9:.0f}e9 parameters on)")
+    parser.add_argument("--compile", action="store_true", help="blocks by torch.compile")
+    parser.add_argument("--coefficients", default="you", help="coefficient set (default: you)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write every figure here, after each variant")
+    options = parser.parse_args(arguments)
+    if options.steps < 2:
+        raise UsageError("--steps 1 has no spread; give 2 or more")
+    coefficient_set(options.coefficients)
+    for preset in options.preset:
+        numbers_of(preset, options.layers)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "RANK" not in os.environ:
+        options_of(arguments)
+        raise UsageError(f"start it on several processes: torchrun --nproc-per-node 2 tools/{PROGRAM}.py")
+    world = World.joined()
+    try:
+        options = options_of(arguments)
+        if world.rank == 0:
+            check_writable("--json", options.json)
+        compare(world, world.start(options.device), options)
+        world.settle()
+    except Exception:
+        if world.first_to_fail():
+            raise
+        return 1  # another rank says why
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    code = run(f"{PROGRAM}: rank {os.environ['RANK']}" if "RANK" in os.environ else PROGRAM, main)
+    if code:
+        os._exit(code)  # an ordinary exit may wait for what other ranks never join; torchrun ends those
