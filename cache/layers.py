@@ -128,6 +128,15 @@ class Layers:
                 return layer.label, found
         return None
 
+    def recipes(self, device: DeviceFingerprint) -> list[tuple[str, Recipe]]:
+        """(Layer label, recipe) of every recipe on this device model: layers in order of precedence, whether or not one
+        above has a recipe for the same group."""
+        found: list[tuple[str, Recipe]] = []
+        for layer in self._layers:
+            nothing: list[Recipe] = []
+            found += [(layer.label, recipe) for recipe in layer.read(lambda store: store.recipes(device), nothing)]
+        return found
+
     @cached_property
     def _artefact_stores(self) -> list[ArtefactStore]:
         stores: dict[Path, ArtefactStore] = {}
