@@ -81,8 +81,8 @@ class Gather:
         except UsageError as raised:
             error = raised
         self._survey = survey(found, self._group, self.control, error)
-        self._own(found)
         device = next(iter(devices), torch.device("cpu"))
+        self._own(found, device)
         # A gloo group with a collective in flight keeps a process from ending; control's has a timeout of ours.
         carrying = self.control.group if device.type == "cpu" else self._group
         exchange = Exchange(carrying, self.control, self.traffic, device)
@@ -218,14 +218,16 @@ class Gather:
             self._checkpoints[key] = self._stages(places, [(dtype, dtype) for dtype in dtypes])
         return self._checkpoints[key]
 
-    def _own(self, found: Sequence[Found]) -> None:
+    def _own(self, found: Sequence[Found], device: torch.device) -> None:
         """Decide who owns the matrices that nobody owns yet: whoever owns one has its momentum."""
         def key(matrix: Matrix) -> tuple[Tensor, int]:
             return found[matrix.parameter].tensor, matrix.block
 
         new = [matrix for matrix in self._survey.matrices if key(matrix) not in self._owners]
         if new:
-            self.assignment = owners_of(new, found, self._momentum_dtype, self.control)
+            self.assignment = owners_of(
+                new, found, self._momentum_dtype, self.control, self._newton_schulz, device, self._bucket_bytes
+            )
             self._owners |= {key(matrix): owner for matrix, owner in zip(new, self.assignment.owner, strict=True)}
         self._owner = [self._owners[key(matrix)] for matrix in self._survey.matrices]
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.errors import UsageError
+from dmuon_tune.recipe import Group
 
 from ..blocks import Blocks
-from ..ownership import Assignment, Costs, Work, assign
-from ..ownership.costs import Point
+from ..newton_schulz import GramNewtonSchulz
+from ..ownership import Assignment, Timed, Work, assign, batches, costs, costs_of, shares
+from ..ownership.profile import profile as time_steps
 from .control import Control
 from .pieces import Layout, Matrix, Spans, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
 
@@ -92,20 +97,61 @@ def _replicated(layout: Layout) -> bool:
 
 
 def owners_of(
-    matrices: Sequence[Matrix], found: Sequence[Found], momentum_dtype: torch.dtype | None, control: Control
+    matrices: Sequence[Matrix], found: Sequence[Found], momentum_dtype: torch.dtype | None, control: Control,
+    chains: GramNewtonSchulz, device: torch.device, bucket_bytes: int, profile: bool = False,
 ) -> Assignment:
-    """Who owns each matrix, decided by the first rank; collective."""
+    """Who owns each matrix, decided by the first rank by its caches' costs or, to ``profile``, by what all ranks time
+    now; collective. An owner's batches are at most ``bucket_bytes`` of the parameter's dtype."""
+    counts = Counter((matrix.rows, matrix.cols) for matrix in matrices)
+    groups = [Group(count, *shape) for shape, count in counts.items()]
+    dtypes = [found[matrix.parameter].tensor.dtype for matrix in matrices]
+    measured = _timed(groups, chains, device, dtypes[0], control) if profile else None
+
     def decided() -> list[Any]:
+        arithmetic = chains.steps, chains.restarts
+        by_shape = (
+            costs_of(groups, fingerprint(str(device)), chains.dtype, chains._layers, *arithmetic)
+            if measured is None else costs(groups, measured, device.type, *arithmetic)
+        )
         work = []
-        for matrix in matrices:
-            name, tensor, _ = found[matrix.parameter]
-            state_bytes = matrix.rows * matrix.cols * (momentum_dtype or tensor.dtype).itemsize
-            work.append(Work(matrix.rows, matrix.cols, layer_of(name), _estimate(matrix), state_bytes))
-        solved = assign(work, control.size)
+        for matrix, dtype in zip(matrices, dtypes, strict=True):
+            elements, priced = matrix.rows * matrix.cols, by_shape[matrix.rows, matrix.cols]
+            held = max(1, bucket_bytes // (elements * dtype.itemsize))
+            in_rounds = replace(priced, most=min(held, priced.most or held))
+            state_bytes = elements * (momentum_dtype or dtype).itemsize
+            layer = layer_of(found[matrix.parameter].name)
+            work.append(Work(matrix.rows, matrix.cols, layer, in_rounds, state_bytes))
+        solved = assign(work, control.size, nodes=_nodes(control.ranks))
         return [solved.owner, solved.loads_us, solved.bound_us, solved.method]
 
     owner, loads_us, bound_us, method = control.decide(decided, "owners")
     return Assignment(tuple(owner), tuple(loads_us), bound_us, method)
+
+
+def _timed(
+    groups: Sequence[Group], chains: GramNewtonSchulz, device: torch.device, dtype: torch.dtype, control: Control
+) -> list[Timed]:
+    """The model's own batches, each timed by one rank; collective. By chains of their own, whose buffers go again."""
+    mine = shares(batches(groups, control.size), control.size)[control.rank]
+    times, error = list[Timed](), None
+    try:
+        own = GramNewtonSchulz(
+            chains.coefficients, chains.steps, chains.restarts, chains.dtype, layers=chains._layers, eps=chains.eps,
+            on_miss="heuristic", graphs=False,
+        )
+        times = time_steps(mine, device, own, dtype)
+    except Exception as raised:  # a kernel's launch may raise anything, and the other ranks wait
+        error = raised
+    control.agree("profile", error=error)
+    every = control.gather([[t.group.batch, t.group.rows, t.group.cols, t.us] for t in times], "profile")
+    return [Timed(Group(int(batch), int(rows), int(cols)), us) for each in every for batch, rows, cols, us in each]
+
+
+def _nodes(ranks: Sequence[int]) -> int:
+    """How many nodes the ranks lie on, equally many each, as ``torchrun`` says; 1 where that is not so."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or len(ranks))
+    on_node = Counter(rank // local for rank in ranks)
+    return len(on_node) if len(set(on_node.values())) == 1 and list(ranks) == sorted(ranks) else 1
 
 
 def layer_of(name: str) -> int:
@@ -113,7 +159,3 @@ def layer_of(name: str) -> int:
     number = LAYER.search(name)
     return int(number[1]) if number else 0
 
-
-def _estimate(matrix: Matrix) -> Costs:
-    m, n = sorted((matrix.rows, matrix.cols))
-    return Costs((Point(1, float(6 * m * m * n + 14 * m**3), False),))
