@@ -31,9 +31,39 @@ class Ends:
     with_identity: Mapping[int, Launch]
 
 
+@dataclass(frozen=True)
+class BoundEnds:
+    """The bindings of :class:`Ends`, under the same names."""
+
+    first: Binding | None
+    last: Mapping[int, Binding]
+    direct: Mapping[int, Binding]
+    weights: Mapping[int, Binding]
+    with_identity: Mapping[int, Binding]
+
+    def ends(self) -> Ends:
+        """Their launches."""
+        by_size = (self.last, self.direct, self.weights, self.with_identity)
+        launches = ({size: bound.launch for size, bound in every.items()} for every in by_size)
+        return Ends(self.first.launch if self.first else None, *launches)
+
+    def mapped(self, change: Callable[[Binding], Binding]) -> BoundEnds:
+        """The same of other bindings."""
+        by_size = (self.last, self.direct, self.weights, self.with_identity)
+        changed = ({size: change(bound) for size, bound in every.items()} for every in by_size)
+        return BoundEnds(change(self.first) if self.first else None, *changed)
+
+
 def resolve_ends(
     planned: GroupPlan, resolver: Resolver, source: str, mode: str, out: str, updates_weights: bool
 ) -> Ends:
+    """The launches of :func:`bind_ends`."""
+    return bind_ends(planned, resolver, source, mode, out, updates_weights).ends()
+
+
+def bind_ends(
+    planned: GroupPlan, resolver: Resolver, source: str, mode: str, out: str, updates_weights: bool
+) -> BoundEnds:
     """The ends of a group's chain for matrices of dtype ``source``, momentum ``mode`` and results of dtype ``out``."""
     recipe, group = planned.recipe, planned.recipe.group
     last: dict[int, Binding | None] = {}
@@ -61,8 +91,7 @@ def resolve_ends(
     if resolver.device.kind == "cuda" and source in DTYPES:
         problem = Problem("momentum", group.batch, group.m, group.n, 1, source, recipe.dtype, "row", mode)
         first = resolver.bind_end(problem)
-    launches = map(_launches, (last, direct, weights, with_identity))
-    return Ends(first.launch if first else None, *launches)
+    return BoundEnds(first, *map(_found, (last, direct, weights, with_identity)))
 
 
 def _with_identity(like: Binding, resolver: Resolver) -> Binding | None:
@@ -73,5 +102,5 @@ def _with_identity(like: Binding, resolver: Resolver) -> Binding | None:
     return None if twice and like.problem.dtype == "bfloat16" else found
 
 
-def _launches(bound: Mapping[int, Binding | None]) -> dict[int, Launch]:
-    return {size: binding.launch for size, binding in bound.items() if binding is not None}
+def _found(bound: Mapping[int, Binding | None]) -> dict[int, Binding]:
+    return {size: binding for size, binding in bound.items() if binding is not None}

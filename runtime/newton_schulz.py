@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from threading import RLock
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from dmuon_tune import checks
+from dmuon_tune.backends import CompiledKernel
 from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from dmuon_tune.errors import UsageError
+from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import DEFAULT_STEPS, Group, default_dtype
 from dmuon_tune.recipe import groups as cut
@@ -136,12 +138,33 @@ class GramNewtonSchulz:
 
     def plan_for(self, groups: Sequence[Group], device: torch.device) -> Plan:
         """Resolve these groups now, so that a later call finds them in memory; returns their plan."""
-        with_dtype = self.dtype or default_dtype(device.type)
-        with self.looking_up() as found:
-            resolved = plan(groups, str(device), with_dtype, found.layers, self._on_miss, self.steps, self.restarts)
+        resolved = self.resolve(groups, device)
         for group, planned in resolved.groups.items():
             self._planned.setdefault((device, group), planned)
         return resolved
+
+    def resolve(
+        self, groups: Sequence[Group], device: torch.device, build: Callable[..., CompiledKernel] = compile_kernel
+    ) -> Plan:
+        """The plan of these groups, which is not kept; ``build`` as in :func:`plan`."""
+        with_dtype = self.dtype or default_dtype(device.type)
+        with self.looking_up() as found:
+            return plan(
+                groups, str(device), with_dtype, found.layers, self._on_miss, self.steps, self.restarts, build
+            )
+
+    def adopt(
+        self, device: torch.device, planned: GroupPlan, ends: Mapping[tuple[torch.dtype, str, torch.dtype], Ends]
+    ) -> None:
+        """Run a group as was decided elsewhere; ``ends`` by gradients' dtype, momentum's mode and weights' dtype."""
+        group = planned.recipe.group
+        with self._lock:
+            if self._planned.setdefault((device, group), planned).recipe != planned.recipe:
+                self._planned[device, group] = planned
+                self._chains.pop((device, group), None)
+                self._ends = {key: found for key, found in self._ends.items() if key[:2] != (device, group)}
+            for (dtype, mode, out_dtype), found in ends.items():
+                self._ends[device, group, dtype, mode, out_dtype, True] = found
 
     def planned(self, group: Group, device: torch.device) -> GroupPlan:
         """How this group runs, resolved when it first comes."""
@@ -185,11 +208,11 @@ class GramNewtonSchulz:
             with self.looking_up():
                 planned = self.planned(group, device)
                 self._ends[key] = self._resolved(planned, device, dtype, mode, out_dtype, updates_weights)
-            if (device, group) not in self._chains:
-                workspace = self._workspaces.setdefault(device, Workspace(device))
-                self._chains[device, group] = GroupChain(
-                    planned, workspace, self.triples, self.coefficients, self.eps, self.graphs
-                )
+        if (device, group) not in self._chains:
+            workspace = self._workspaces.setdefault(device, Workspace(device))
+            self._chains[device, group] = GroupChain(
+                self.planned(group, device), workspace, self.triples, self.coefficients, self.eps, self.graphs
+            )
         return self._chains[device, group], self._ends[key]
 
     def _resolved(

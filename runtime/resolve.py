@@ -12,8 +12,8 @@ from dmuon_tune import space
 from dmuon_tune.backends import CompiledKernel, backends, makes_portable
 from dmuon_tune.cache import Artefact, ArtefactError, ArtefactStore, CacheEntry, Layers, TuningKey
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.errors import NoLegalConfigError
-from dmuon_tune.kernel_specs import kernels, ops
+from dmuon_tune.errors import NoLegalConfigError, UsageError
+from dmuon_tune.kernel_specs import kernel, kernels, ops
 from dmuon_tune.measure import untuned
 from dmuon_tune.measure.build import compile_kernel, is_of_todays_code, load_artefact, tuning_key
 from dmuon_tune.measure.winners import kept_winner, library_kernel
@@ -29,6 +29,8 @@ class Binding:
     """A problem and its callable; ``origin`` is tuned, nearest, heuristic or library, ``layer`` the cache's label.
 
     ``from_artefact`` where its code was compiled before, by ``dmuon-tune cache build``, and is only loaded here.
+    ``key`` is the SHA-256 of the tuning key under which an artefact of it is kept, where known; ``is_kept``: a cache
+    says that this configuration is right for this problem.
     """
 
     problem: Problem
@@ -39,6 +41,8 @@ class Binding:
     median_us: float | None
     launch: Callable[..., Any]
     from_artefact: bool = False
+    key: str = ""
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class _Choice:
     median_us: float | None = None
     key: str = ""
     is_kept: bool = False
+
+
+class KernelFailure(Exception):
+    """Why a kernel cannot run here, in one line."""
 
 
 class Resolver:
@@ -125,6 +133,24 @@ class Resolver:
         if self._revalidation is not None:
             self._revalidation.release()
 
+    def library(self, problem: Problem) -> Binding:
+        """The vendor library's callable; NoLegalConfigError where it does not serve the problem."""
+        return self._compiled(problem, self._library(problem))
+
+    def rebound(self, decided: Binding) -> Binding:
+        """What another process has bound, with a callable of this one; KernelFailure where it has none."""
+        choice = _chosen_elsewhere(decided)
+        made = self._made(decided.problem, choice)
+        if made is None:
+            raise KernelFailure(
+                f"{decided.kernel} does not run for {decided.problem.label()}: {choice.spec.backend} is not installed"
+            )
+        return made
+
+    def rebound_when_needed(self, decided: Binding) -> Binding:
+        """The same at its first launch; the library's where it fails then."""
+        return self._when_needed(decided.problem, _chosen_elsewhere(decided))
+
     def flops(self, problem: Problem) -> int:
         """FLOPs of a product by the kernel that would serve it: the library computes a symmetric one in full."""
         return untuned.flops(problem, self._choice(problem).spec)
@@ -160,22 +186,31 @@ class Resolver:
         return self._compiled_of[key]
 
     def _build_binding(self, problem: Problem, choice: _Choice) -> Binding:
+        try:
+            made = self._made(problem, choice)
+        except KernelFailure as failure:
+            self.failures.append(f"{failure}; the library runs instead")
+            return self.library(problem)
+        return made or self._compiled(problem, self._choice(problem))
+
+    def _made(self, problem: Problem, choice: _Choice) -> Binding | None:
+        """Loaded or compiled, and checked; None where it could only be loaded and is not; KernelFailure where it does
+        not compile or is wrong. What the library raises is raised as it is."""
         loaded = self._loaded(problem, choice)
-        if loaded is None and self._loads and not self._compiles(choice.spec):  # it was to be loaded
-            return self._compiled(problem, self._choice(problem))
+        if loaded is None and self._loads and not self._compiles(choice.spec):
+            return None
         try:
             made = loaded or self._build(choice.spec, problem, choice.config, self.device)
         except Exception as error:  # a DSL may raise anything; training goes on with the library and says so
             if choice.origin == "library":
                 raise
-            reason = f"failed to compile for {problem.label()}: {(str(error).strip() or repr(error)).splitlines()[0]}"
-        else:
-            failure = self._check_failure(problem, choice, made.launch)
-            if failure is None:
-                return _binding(problem, choice, made.launch, from_artefact=loaded is not None)
-            reason = f"of layer {choice.layer} failed its check for {problem.label()}: {failure}"
-        self.failures.append(f"{choice.spec.name} {reason}; the library runs instead")
-        return self._compiled(problem, self._library(problem))
+            first = (str(error).strip() or repr(error)).splitlines()[0]
+            raise KernelFailure(f"{choice.spec.name} failed to compile for {problem.label()}: {first}") from error
+        wrong = self._check_failure(problem, choice, made.launch)
+        if wrong is not None:
+            layer = f"of layer {choice.layer} failed its check for {problem.label()}"
+            raise KernelFailure(f"{choice.spec.name} {layer}: {wrong}")
+        return _binding(problem, choice, made.launch, from_artefact=loaded is not None)
 
     def _check_failure(self, problem: Problem, choice: _Choice, launch: Callable[..., Any]) -> str | None:
         if self._revalidation is None or not choice.is_kept:
@@ -341,10 +376,20 @@ class Resolver:
         return replace(known, problem=problem).sha256
 
 
+def _chosen_elsewhere(decided: Binding) -> _Choice:
+    try:
+        spec = kernel(decided.kernel)
+        config = space.config_from_dict(spec.Config, dict(decided.config))
+    except (UsageError, ValueError) as error:
+        raise KernelFailure(f"{decided.kernel} does not run for {decided.problem.label()}: {error}") from error
+    return _Choice(decided.origin, spec, config, decided.layer, decided.median_us, decided.key, decided.is_kept)
+
+
 def _binding(
     problem: Problem, choice: _Choice, launch: Callable[..., Any], from_artefact: bool = False
 ) -> Binding:
     config = MappingProxyType(space.config_to_dict(choice.config))
     return Binding(
-        problem, choice.origin, choice.layer, choice.spec.name, config, choice.median_us, launch, from_artefact
+        problem, choice.origin, choice.layer, choice.spec.name, config, choice.median_us, launch, from_artefact,
+        choice.key, choice.is_kept,
     )

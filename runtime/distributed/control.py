@@ -99,10 +99,10 @@ class Control:
         """The first rank's ``given``, as :meth:`decide` brings it; collective."""
         return self.decide(lambda: given, what)
 
-    def gather(self, given: T, what: str) -> list[T]:
-        """Every rank's ``given``, which travels as JSON, by rank; collective."""
+    def gather(self, given: T, what: str, error: BaseException | None = None) -> list[T]:
+        """Every rank's ``given``, which travels as JSON, by rank; ``error`` as for :meth:`agree`; collective."""
         text = json.dumps(given).encode()
-        self.agree(what)
+        self.agree(what, error=error)
         lengths = self._all(torch.tensor([len(text)]), what).flatten().tolist()
         payload = torch.zeros(max(lengths), dtype=torch.uint8)
         payload[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

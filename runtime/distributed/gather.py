@@ -24,6 +24,7 @@ from ..parameters import name_of
 from ..plan import Plan
 from ..report import Direction, MatrixReport, Report, block_name, factor_of, report
 from .adamw import LocalAdamW, like
+from .agreement import Agreement, Wanted
 from .control import Control
 from .exchange import Exchange, Traffic, to_holders, to_owners
 from .pieces import Matrix, local_of, shard_of
@@ -54,6 +55,8 @@ class Gather:
         self._group, self._newton_schulz, self._momentum_dtype = group, newton_schulz, momentum_dtype
         self._bucket_bytes, self._timeout = bucket_bytes, timeout
         self._made: Control | None = None
+        self._agreements: dict[torch.device, Agreement] = {}
+        self._plan: Plan | None = None
         self._owners: dict[tuple[Tensor, int], int] = {}  # by parameter and block
         self._survey = Survey()
         self._owner: list[int] = []
@@ -86,6 +89,7 @@ class Gather:
         # A gloo group with a collective in flight keeps a process from ending; control's has a timeout of ours.
         carrying = self.control.group if device.type == "cpu" else self._group
         exchange = Exchange(carrying, self.control, self.traffic, device)
+        self._agreement = self._agreements.setdefault(device, Agreement(self._newton_schulz, device, self.control))
         self._pipeline = Pipeline(exchange, self._newton_schulz, device, self._survey.matrices, self.traffic)
         self._schedules.clear()
         self._checkpoints.clear()
@@ -93,8 +97,7 @@ class Gather:
         moving = self._reading(optimizer)
         self._whole = self._scheduled(codes, moving)
         optimizer._planned = True
-        groups = [group for stage in self._whole for _, group in self._batches(stage, moving)]
-        return (self._newton_schulz.plan_for(groups, device),) if groups else ()
+        return (self._plan,) if self._plan and self._plan.groups else ()
 
     def ready(self, optimizer: Muon, what: str = "") -> None:
         """All ranks are in ``what``, and have agreed where everything is; collective."""
@@ -326,11 +329,11 @@ class Gather:
         ]
 
     def _resolve(self, stages: Sequence[Stage], moving: Moving) -> None:
-        """Kernels for the batches that this rank runs."""
-        with self._newton_schulz.looking_up():
-            for stage in stages:
-                for kind, group in self._batches(stage, moving):
-                    self._newton_schulz.prepare(group, kind.device, kind.gradient_dtype, kind.mode, kind.dtype)
+        """Kernels for the batches that this rank runs, as the first rank decides; collective."""
+        self._plan = self._agreement.prepare(
+            Wanted.of(group, kind.gradient_dtype, kind.mode, kind.dtype)
+            for stage in stages for kind, group in self._batches(stage, moving)
+        )
 
     def _batches(self, stage: Stage, moving: Moving) -> Iterator[tuple[Kind, Group]]:
         for kind, places in self._pipeline.kinds(stage, moving).items():
