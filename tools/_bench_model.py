@@ -18,6 +18,7 @@ from dmuon_tune.models import presets
 ROPE_BASE = 1e6  # Qwen2.5's config.json
 INIT_STD = 0.02
 LOSS_TOKENS = 4096  # at a time: logits of a whole batch would take more memory than all layers
+RECOMPUTED: dict[str, bool] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing here is random
 RECOMPUTED_PARAMETERS = 3e9  # from there on blocks are recomputed in the backward unless asked otherwise
 
 
@@ -120,7 +121,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         if not self.recompute:
             return self.body(x, rotation)
-        out: Tensor = checkpoint(self.body, x, rotation, use_reentrant=False)
+        out: Tensor = checkpoint(self.body, x, rotation, **RECOMPUTED)
         return out
 
 
@@ -145,7 +146,7 @@ class Decoder(nn.Module):
             x = block(x, rotation)
         states, targets = self.norm(x).flatten(0, 1), tokens[:, 1:].flatten()
         parts = zip(states.split(LOSS_TOKENS), targets.split(LOSS_TOKENS), strict=True)
-        losses = [checkpoint(self._loss, *part, use_reentrant=False) for part in parts]
+        losses = [checkpoint(self._loss, *part, **RECOMPUTED) for part in parts]
         return torch.stack(losses).sum() / len(targets)
 
     def _loss(self, states: Tensor, targets: Tensor) -> Tensor:

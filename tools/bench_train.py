@@ -132,12 +132,13 @@ def print_row(row: Row) -> None:
 
 
 def print_head(world: World, device: torch.device, date: str, options: argparse.Namespace) -> None:
-    recomputed = [preset for preset in options.preset if recomputes(preset, options)]
+    found = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    recomputed = ", ".join(preset for preset in options.preset if recomputes(preset, options)) or "none"
+    print(f"{world.size} x {fingerprint(str(device)).name}, {found}, {date}")
     print(
-        f"{world.size} x {fingerprint(str(device)).name}, torch {torch.__version__}, {options.batch} x "
-        f"{options.sequence} tokens a rank, blocks recomputed in the backward: {', '.join(recomputed) or 'none'}, "
-        f"blocks compiled: {'yes' if options.compile else 'no'}, {options.layers or 'all'} layers, "
-        f"{options.steps} steps, plain Newton-Schulz in bf16, {options.coefficients}, {date}"
+        f"{options.batch} x {options.sequence} tokens a rank, {options.layers or 'all'} layers, {options.steps} steps, "
+        f"blocks recomputed in the backward: {recomputed}, blocks compiled: {'yes' if options.compile else 'no'}, "
+        f"plain Newton-Schulz in bf16, {options.coefficients}"
     )
     print_line("preset", "optimizer", [name for name, _, _ in COLUMNS])
 
@@ -149,7 +150,8 @@ def compare(world: World, device: torch.device, options: argparse.Namespace) -> 
         print_head(world, device, date, options)
     rows: list[Row] = []
     for preset in options.preset:
-        torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
+        if options.compile:
+            torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
         for key in (key for key in VARIANTS if key in options.variants):
             row = train(world, device, preset, key, coefficients, options)
             release()
