@@ -8,7 +8,6 @@ import json
 import os
 import sqlite3
 import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from dmuon_tune.portable import PortableCode
 from .artefacts import FOLDER_NAME, Artefact, ArtefactStore
 from .contents import Contents, keep
 from .paths import FILE_NAME
+from .scratch import scratch_folder
 from .store import Store
 
 FORMAT = 1
@@ -99,8 +99,8 @@ def take_artefacts(into: ArtefactStore, source: ArtefactStore) -> int:
 
 def database_bytes(contents: Contents) -> bytes:
     """A database file of these contents, in their order, that readers need no side files for."""
-    with tempfile.TemporaryDirectory(prefix="dmuon-tune-") as folder:
-        path = Path(folder) / FILE_NAME
+    with scratch_folder() as folder:
+        path = folder / FILE_NAME
         with Store.open(path) as store:
             keep(store, lambda nothing: contents)
         connection = sqlite3.connect(path, isolation_level=None)
@@ -123,12 +123,12 @@ def database_bytes(contents: Contents) -> bytes:
 @contextmanager
 def opened_bundle(path: str | Path) -> Iterator[Bundle]:
     """A bundle's files in a folder that is gone afterwards. CacheError where it is damaged or of a newer format."""
-    with tempfile.TemporaryDirectory(prefix="dmuon-tune-") as folder:
+    with scratch_folder() as folder:
         for name, content in _checked_files(path).items():
-            target = Path(folder, name)
+            target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-        yield Bundle(Path(folder, FILE_NAME), ArtefactStore(Path(folder, FOLDER_NAME)))
+        yield Bundle(folder / FILE_NAME, ArtefactStore(folder / FOLDER_NAME))
 
 
 def _checked_files(path: str | Path) -> dict[str, bytes]:

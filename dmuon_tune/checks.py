@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from .errors import UsageError
-from .words import shown
+from .words import counted, shown
 
 T = TypeVar("T")
 
@@ -46,6 +46,15 @@ def integers(option: str, values: Any) -> tuple[int, ...]:
     if any(isinstance(value, bool) or not isinstance(value, int) or value < 1 for value in listed):
         raise UsageError(f"{option} must be a sequence of integers of at least 1, not {shown(values)}")
     return listed
+
+
+def restarts(values: Any, steps: int) -> tuple[int, ...]:
+    """The steps before which an iteration of so many restarts, in order, each once: from 1 to ``steps`` - 1."""
+    found = sorted(set(integers("restarts", values)))
+    if found and found[-1] >= steps:
+        allowed = f"from 1 to {steps - 1}" if steps > 1 else "none, ()"
+        raise UsageError(f"restarts of {counted(steps, 'step')} must be {allowed}, not {found[-1]}")
+    return tuple(found)
 
 
 def strings(option: str, values: Any, what: str) -> None:

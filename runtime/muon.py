@@ -24,6 +24,7 @@ from .checkpoints import restore
 from .execution import Momentum
 from .mode import gather_for
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
+from .overlaps import check_overlaps
 from .parameters import (
     FIXED_OPTIONS,
     MATRIX_OPTIONS,
@@ -161,6 +162,7 @@ class Muon(Optimizer):
             AdamW([added])  # fills its other options in place
         try:
             check_group(added, len(self.param_groups) - 1)
+            check_overlaps(self.param_groups)
         except UsageError:
             self.param_groups.pop()
             raise

@@ -63,7 +63,7 @@ class GramNewtonSchulz:
         self.triples = self.coefficients.take(steps)
         if restarts is None:
             restarts = choose_restarts(self.coefficients, steps)
-        self.restarts = tuple(sorted({step for step in checks.integers("restarts", restarts) if step < steps}))
+        self.restarts = checks.restarts(restarts, steps)
         checks.number("eps", eps)
         checks.flag("graphs", graphs)
         checks.instance("plan", plan, Plan)

@@ -136,7 +136,7 @@ def plan(
     layers: Layers | None = None,
     on_miss: str | None = None,
     steps: int = DEFAULT_STEPS,
-    restarts: Sequence[int] = DEFAULT_RESTARTS,
+    restarts: Sequence[int] | None = None,
     build: Callable[..., CompiledKernel] = compile_kernel,
 ) -> Plan:
     """Resolve every product of the groups' chains to a compiled callable; nothing else of the runtime reads files.
@@ -148,7 +148,8 @@ def plan(
     """
     wanted = tuple(dict.fromkeys(checks.each_of("groups", groups, Group)))
     checks.integer("steps", steps)
-    checks.integers("restarts", restarts)
+    default = tuple(step for step in DEFAULT_RESTARTS if step < steps)
+    wanted_restarts = default if restarts is None else checks.restarts(restarts, steps)
     checks.instance("layers", layers, Layers)
     policy = (os.environ.get(ON_MISS_VARIABLE) or "heuristic") if on_miss in (None, "") else on_miss
     check_policy(policy)
@@ -161,11 +162,11 @@ def plan(
     try:
         with device_context(torch.device(resolved_device)):
             resolver = Resolver(fingerprint, opened, use_nearest=policy == "nearest", build=build)
-            planned = _plan_groups(wanted, chain_dtype, resolver, steps, restarts)
+            planned = _plan_groups(wanted, chain_dtype, resolver, steps, wanted_restarts)
             if resolver.missing and policy == "tune":
                 _tune(_command(wanted, planned, resolver, chain_dtype))
                 resolver = Resolver(fingerprint, opened, use_nearest=False, build=build)
-                planned = _plan_groups(wanted, chain_dtype, resolver, steps, restarts)
+                planned = _plan_groups(wanted, chain_dtype, resolver, steps, wanted_restarts)
             resolver.release()
     finally:
         if layers is None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from _runner import Parser, run
 
 from dmuon_tune.cache import Store
+from dmuon_tune.cli.options import seconds
 from dmuon_tune.errors import UsageError
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.problem import EPILOGUES, LAYOUTS, Problem
@@ -41,7 +42,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--workers", type=int, help="measuring processes")
     parser.add_argument("--limit", type=int, default=10**9, help="configurations, those in the cache counted")
-    parser.add_argument("--budget", type=float, help="seconds for this run")
+    parser.add_argument("--budget", type=seconds, metavar="TIME", help="of this run, such as 90s")
     parser.add_argument("--cache", required=True, help="cache file that is measured into")
     parser.add_argument("--out", help="record to write: a .json.gz file")
     return parser.parse_args(arguments)

@@ -27,6 +27,7 @@ class Source:
     where: str
     contents: Contents
     artefacts: ArtefactStore
+    is_bundle: bool
 
     @property
     def compiled(self) -> list[tuple[ArtefactStore, Artefact]]:
@@ -81,11 +82,14 @@ def register(actions: Any) -> None:
 
 
 @contextmanager
-def opened_source(place: str | None) -> Iterator[Source]:
-    """What a bundle, file or URL holds (None: the user's cache); CacheError where it is damaged or not there."""
+def opened_source(place: str | None, is_given: bool = False) -> Iterator[Source]:
+    """What a bundle, file or URL holds (None: the user's cache); CacheError where it is damaged or not there.
+    ``is_given``: it came from elsewhere, so that tuning would not make it."""
     from dmuon_tune.cache import ArtefactStore, Store, contents_of, is_bundle, opened_bundle, user_cache_path
 
     where = str(user_cache_path()) if place is None else place
+    if is_given and "://" not in where and not os.path.exists(where):
+        raise CacheError(f"there is no {where}; name {BUNDLE_OR_CACHE}, such as 'dmuon-tune cache export' writes")
     with ExitStack() as stack:
         if "://" not in where and is_bundle(where):
             bundle = stack.enter_context(opened_bundle(where))
@@ -96,7 +100,7 @@ def opened_source(place: str | None) -> Iterator[Source]:
             store = stack.enter_context(Store.open(database, read_only=True, shipped=database != where))
             store.check()
             contents = contents_of(store)
-        yield Source(where if database != where else store.where, contents, artefacts)
+        yield Source(where if database != where else store.where, contents, artefacts, database != where)
 
 
 @contextmanager
@@ -146,7 +150,8 @@ def _import(args: argparse.Namespace) -> int:
     from dmuon_tune.cache import ArtefactStore, Store, gains, keep, take_artefacts
 
     taken: list[Contents] = []
-    with opened_source(args.bundle) as source:
+    with opened_source(args.bundle, is_given=True) as source:
+        _check_artefacts(source)
         arriving = source.contents.as_imported(os.path.basename(args.bundle) if "://" not in args.bundle else "server")
 
         def new_or_better(kept: Contents) -> Contents:
@@ -166,11 +171,20 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_artefacts(source: Source) -> None:
+    """CacheError where one is not what its record and its file's name say: then nothing of the source is taken."""
+    for wrong in source.artefacts.verify():
+        told = wrong
+        if source.is_bundle:
+            told = f"bundle {source.where} is damaged: {wrong.replace(f'{source.artefacts.folder.parent}{os.sep}', '')}"
+        raise CacheError(f"{told}; nothing was taken; export it again, or copy it anew")
+
+
 def _merge(args: argparse.Namespace) -> int:
     from dmuon_tune.cache import conflicts, merged, write_bundle
 
     with ExitStack() as stack:
-        sources = [stack.enter_context(opened_source(place)) for place in args.sources]
+        sources = [stack.enter_context(opened_source(place, True)) for place in args.sources]
         contents = [source.contents.as_shipped() for source in sources]
         union, found = merged(contents), conflicts(contents)
         artefacts = [pair for source in sources for pair in source.compiled]
@@ -189,7 +203,7 @@ def _merge(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from dmuon_tune.cache import differences
 
-    with opened_source(args.first) as first, opened_source(args.second) as second:
+    with opened_source(args.first, True) as first, opened_source(args.second, True) as second:
         found = list(differences(first.contents, second.contents))
     if args.format == "json":
         print_json({"differences": [

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.source} and --cache {args.cache} both name what to verify; give one")
     from dmuon_tune.cache import Checked
 
-    with opened_source(args.source or args.cache) as source:
+    with opened_source(args.source or args.cache, is_given=args.source is not None) as source:
         damaged = source.artefacts.verify()
         winners = source.contents.winners
     here, skipped = _of_this_device(winners, args.device)

@@ -74,8 +74,8 @@ def staleness(key: TuningKey, device: DeviceFingerprint | None = None) -> str | 
         return "other device: " + _differences(key.device.limits(), here.limits())
     try:
         toolchain = backends()[spec.backend].toolchain(here)
-    except ModuleNotFoundError as error:
-        return f"other toolchain: {error}"
+    except ModuleNotFoundError:
+        return f"toolchain not installed here: {key.toolchain.label()}"
     if toolchain != key.toolchain:
         return "other toolchain: " + _differences(dict(key.toolchain.versions), dict(toolchain.versions))
     digest = spec.digest()

@@ -58,7 +58,8 @@ class TunePlan:
 
 def plan(groups: Sequence[Group], store: Store, options: TuneOptions) -> TunePlan:
     """Plan a run without starting it; raises what the run would raise at its start."""
-    device = fingerprint(options.device_names()[0])
+    devices = options.device_names()
+    device = fingerprint(devices[0])
     dtype = options.dtype or default_dtype(device.kind)
     specs, _ = usable_kernels(device, options.backends)
     searches = searches_of(groups, dtype, specs, device, store, options)
@@ -76,7 +77,7 @@ def plan(groups: Sequence[Group], store: Store, options: TuneOptions) -> TunePla
     pace_s = GUESSED_S[device.kind] if measured_s is None else measured_s
     planned = sum(problem.planned for problem in problems)
     racing = sum(problem.planned > 0 for problem in problems)
-    estimate_s = (planned * pace_s + racing * RACE_S) / (1 - CHAINS_SHARE)
+    estimate_s = (planned * pace_s + racing * RACE_S) / (1 - CHAINS_SHARE) / len(devices)
     return TunePlan(problems, estimate_s, pace_s, measured_s is not None)
 
 

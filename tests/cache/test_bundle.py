@@ -6,7 +6,11 @@ import io
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -279,3 +283,28 @@ def test_conflicts_name_both_sides(key: TuningKey, ok: Ok) -> None:
         (about, "block=2 9 us", "block=1 10 us"), (about, "block=3 30 us", "block=3 wrong_result"),
     ]
     assert conflicts([one, one]) == []
+
+
+KILLED = """
+import os, sys
+from dmuon_tune.cache import opened_bundle
+with opened_bundle(sys.argv[1]) as opened:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_leaves_the_next_one_removes(
+    tmp_path: Path, key: TuningKey, ok: Ok, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, temporary = tmp_path / "x.bundle", tmp_path / "tmp"
+    bundled(fill(tmp_path / "a.sqlite", steps_of(key, key, ok)), bundle)
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", KILLED, str(bundle)], env=environment).returncode == -signal.SIGKILL
+    (left,) = temporary.iterdir()
+    with opened_bundle(bundle) as first, opened_bundle(bundle) as second:
+        assert not left.exists()
+        assert first.database.exists() and second.database.exists() and len(list(temporary.iterdir())) == 2
+    assert not list(temporary.iterdir())

@@ -112,6 +112,40 @@ def test_a_damaged_database_in_a_bundle_is_named_by_the_bundle(own_cache: Path, 
     assert not own_cache.exists()
 
 
+def test_what_is_not_there_is_no_cache_to_be_tuned(own_cache: Path, tmp_path: Path, run: Run) -> None:
+    none = str(tmp_path / "none.bundle")
+    for command in (("import", none), ("merge", none, "--out", none), ("diff", none, none), ("verify", none)):
+        done = run("cache", *command)
+        assert done.code == 4 and f"there is no {none}; name a bundle" in done.err and "dmuon-tune tune" not in done.err
+    assert not own_cache.exists()
+
+
+@pytest.mark.parametrize("suffix", [".json", ".bin"])
+def test_nothing_is_taken_of_what_has_a_wrong_artefact(
+    own_cache: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """One file has another's name, by a manifest that is right."""
+    tuned(own_cache)
+    bundle = tmp_path / "x.bundle"
+    assert run("cache", "export", str(bundle)).code == 0
+    with tarfile.open(bundle) as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    (name,) = (name for name in files if name.endswith(suffix) and "/" in name)
+    files[f"artefacts/{'ab' * 32}{suffix}"] = files.pop(name)
+    digests = {name: sha256(content).hexdigest() for name, content in files.items() if name != "bundle.json"}
+    files["bundle.json"] = json.dumps({"format": 1, "sha256": digests}).encode()
+    with tarfile.open(bundle, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    monkeypatch.setenv("DMUON_TUNE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    done = run("cache", "import", str(bundle))
+    assert done.code == 4 and done.err.count("\n") == 1 and f"bundle {bundle} is damaged: " in done.err
+    assert "nothing was taken" in done.err and "/dmuon-tune-" not in done.err
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_layers_say_which_entries_another_layer_hides(
     own_cache: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dmuon_tune.backends import backends
 from dmuon_tune.cache import Layers, Store
-from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.device import DeviceFingerprint, Toolchain
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measure.standing import staleness
@@ -37,10 +39,18 @@ def test_devices_share_by_their_limits_alone(tmp_path: Path, other: DeviceFinger
         assert len(layers.entries(PROBLEM, other)) == (said is None)
 
 
-def test_another_code_toolchain_or_check_is_named() -> None:
+def not_installed(backend: Any, device: DeviceFingerprint) -> Toolchain:
+    raise ModuleNotFoundError("No package metadata was found for dsl")
+
+
+def test_another_code_toolchain_or_check_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     key = tuning_key(kernel("gram.library"), PROBLEM, H200)
     assert staleness(key) is None
     assert (staleness(replace(key, spec_digest="00" * 32)) or "").startswith("other digest: code 00000000, now ")
     assert (staleness(replace(key, validation="")) or "").startswith("other validation: unknown, here float64")
+    gone = kernel("gram.cutedsl")
+    monkeypatch.setattr(type(backends()["cutedsl"]), "toolchain", not_installed)
+    tuned = replace(key, kernel=gone.name, spec_digest=gone.digest(), toolchain=Toolchain("cutedsl", (("dsl", "4.5"),)))
+    assert staleness(tuned) == "toolchain not installed here: dsl 4.5"
     old = replace(key.toolchain, versions=(("torch", "1.0"),))
     assert (staleness(replace(key, toolchain=old)) or "").startswith("other toolchain: torch 1.0, here ")

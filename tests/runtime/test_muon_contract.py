@@ -127,6 +127,54 @@ def test_parameters_that_cannot_be_updated_where_they_lie_are_refused(weight: Te
         Muon(groups)
 
 
+WHOLE = torch.zeros(8, 12)
+OVERLAPS = {
+    "the same memory": (WHOLE, WHOLE),
+    "a row of a matrix": (WHOLE, WHOLE[3]),
+    "rows that meet": (WHOLE[:5], WHOLE[4:]),
+    "columns that meet": (WHOLE[:, :7], WHOLE[:, 6:]),
+    "a column across rows": (WHOLE[2:4], WHOLE[:, 5]),
+    "another form": (WHOLE[:4], WHOLE.view(-1)[40:60]),
+}
+APART = {
+    "rows": (WHOLE[:4], WHOLE[4:]),
+    "columns": (WHOLE[:, :7], WHOLE[:, 7:]),
+    "every second column": (WHOLE[:, ::2], WHOLE[:, 1::2]),
+    "a flat buffer": WHOLE.view(-1).split((40, 8, 48)),
+    "nothing": (WHOLE[:0], WHOLE),
+}
+
+
+@pytest.mark.parametrize("how", OVERLAPS)
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_parameters_that_lie_over_each_other_are_refused_by_both_names(how: str, use_muon: bool) -> None:
+    one, other = map(nn.Parameter, OVERLAPS[how])
+    apart = nn.Parameter(torch.zeros(3, 3))
+    first, second = {"params": [("apart", apart), ("one", one)]}, {"params": [("other", other)], "use_muon": use_muon}
+    groups = [first | {"use_muon": one.ndim == 2}, second | ({"use_muon": False} if other.ndim == 1 else {})]
+    with pytest.raises(UsageError, match="^parameter 'one' and parameter 'other' share memory; "):
+        Muon(groups)
+    optimizer = Muon(groups[:1])
+    with pytest.raises(UsageError, match="share memory"):
+        optimizer.add_param_group(groups[1])
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("how", APART)
+def test_views_of_one_buffer_that_share_nothing_are_taken(how: str) -> None:
+    parts = [nn.Parameter(part) for part in APART[how]]
+    for p in parts:
+        p.grad = torch.ones_like(p)
+    Muon([{"params": [p], "use_muon": p.ndim == 2 and p.numel() > 0} for p in parts]).step()
+
+
+def test_a_parameter_of_two_modules_is_one() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    names = [name for group in Muon(model).param_groups for name in group["param_names"]]
+    assert sorted(names) == ["0.bias", "0.weight", "1.bias"]
+
+
 def test_views_whose_elements_are_their_own_are_taken() -> None:
     whole = torch.zeros(8, 12)
     weights = [nn.Parameter(view) for view in (whole[::2, ::3], whole[1::2].mT)]

@@ -18,7 +18,7 @@ from dmuon_tune.cache import Store
 from dmuon_tune.coefficients import CoefficientSet
 from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import Group, Recipe
-from dmuon_tune.runtime import COEFFICIENTS, GramNewtonSchulz
+from dmuon_tune.runtime import COEFFICIENTS, GramNewtonSchulz, plan
 
 MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
 
@@ -245,6 +245,19 @@ def test_empty_batch() -> None:
     assert GramNewtonSchulz()(torch.empty(0, 3, 4)).shape == (0, 3, 4)
 
 
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_few_steps_have_the_restarts_that_fit(name: str) -> None:
+    x = torch.randn(1, 6, 9)
+    for steps in range(1, min(3, len(COEFFICIENTS[name].triples)) + 1):
+        run = GramNewtonSchulz(name, steps=steps)
+        assert all(step < steps for step in run.restarts) and bool(run(x).isfinite().all())
+        given = GramNewtonSchulz(name, steps=steps, restarts=(), plan=plan([Group(1, 6, 9)], steps=steps, restarts=()))
+        assert given.restarts == ()
+        plan([Group(1, 6, 9)], steps=steps)
+    with pytest.raises(UsageError, match="restarts of 2 steps must be from 1 to 1, not 2"):
+        plan([Group(1, 6, 9)], steps=2, restarts=(2,))
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -260,6 +273,8 @@ def test_empty_batch() -> None:
         ({"eps": "a"}, "eps must be a finite number of at least 0, not 'a'"),
         ({"steps": 2.5}, "steps must be an integer of at least 1, not 2.5"),
         ({"restarts": 2}, "restarts must be a sequence of integers of at least 1, not 2"),
+        ({"restarts": (2, 7)}, "restarts of 5 steps must be from 1 to 4, not 7"),
+        ({"restarts": (1,), "steps": 1}, "restarts of 1 step must be none, (), not 1"),
         ({"coefficients": 3}, "not 3"),
         ({"graphs": 1}, "graphs must be True or False, not 1"),
         ({"plan": "qwen2.5-7b"}, "plan must be a Plan, not 'qwen2.5-7b'"),

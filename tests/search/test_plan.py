@@ -53,5 +53,16 @@ def test_a_plan_counts_what_is_left_and_learns_the_pace_from_the_cache() -> None
         assert later.is_measured and later.pace_s < 1.0 and later.estimate_s < fresh.estimate_s
 
 
+def test_several_devices_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU is one device, so that names alone stand for others here."""
+    monkeypatch.setattr("dmuon_tune.search.options.resolve_alike", lambda names: ("cpu",) * len(names))
+    with Store.open("sqlite://") as store:
+        one, two = (
+            plan([Group(1, 8, 24)], store, TuneOptions(devices=devices, backends=("library",)))
+            for devices in (("a",), ("a", "b"))
+        )
+    assert two.estimate_s == pytest.approx(one.estimate_s / 2) and two.problems == one.problems
+
+
 def ok(median_us: float) -> Measurement:
     return Measurement.from_samples([median_us], 0.0, {})

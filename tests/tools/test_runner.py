@@ -67,10 +67,17 @@ def test_results_that_no_file_could_hold_are_refused_before_work(runner: Any, tm
             runner.check_writable("--json", path)
 
 
+def test_durations_are_written_as_for_the_command_line(runner: Any) -> None:
+    options_of = importlib.import_module("record_space").options_of
+    for given, budget_s in (("12s", 12.0), ("90", 90.0), ("1h30m", 5400.0)):
+        assert options_of(["--cache", "none.sqlite", "--budget", given]).budget == budget_s
+
+
 @pytest.mark.parametrize(
     ("program", "arguments", "code"),
     [
         ("record_space", ("--cache", "none.sqlite"), 2), ("record_space", ("--chain", "1x8x8"), 2),
+        ("record_space", ("--cache", "none.sqlite", "--budget", "12x"), 2),
         ("compare_caches", ("one.sqlite",), 2), ("compare_caches", ("one.sqlite", "two.sqlite"), 4),
         ("bench_plan", ("--entries", "0"), 2), ("stress_cache", ("all",), 2),
     ],
