@@ -24,13 +24,12 @@ from .checkpoints import restore
 from .execution import Momentum
 from .mode import gather_for
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
-from .overlaps import check_overlaps
 from .parameters import (
     FIXED_OPTIONS,
     MATRIX_OPTIONS,
     check_adamw,
     check_fixed,
-    check_group,
+    check_last_group,
     check_options,
     dtype_of,
     groups_of,
@@ -161,8 +160,7 @@ class Muon(Optimizer):
             added.setdefault("fused", all(p.device.type in FUSED_DEVICES for p in added["params"]))
             AdamW([added])  # fills its other options in place
         try:
-            check_group(added, len(self.param_groups) - 1)
-            check_overlaps(self.param_groups)
+            check_last_group(self.param_groups)
         except UsageError:
             self.param_groups.pop()
             raise

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-
-from dmuon_tune.errors import UsageError
-
-from .parameters import name_of
 
 Place = tuple[int, int]  # of a group, and of a parameter in it
 Lying = tuple[int, int, Place, Tensor]  # first byte, end, whose, what lies there
 
 
-def check_overlaps(groups: Sequence[Mapping[str, Any]]) -> None:
-    """UsageError, with both names, where two parameters share memory in this process. Views of one buffer that share
-    none may lie between each other, as columns of a matrix; a parameter that comes twice is one.
+def overlapping(groups: Sequence[Sequence[Tensor]]) -> tuple[Place, Place] | None:
+    """Two parameters that share memory in this process, where there are such.
+
+    Views of one buffer that share none may lie between each other, as columns of a matrix; a parameter that comes twice
+    is one.
     """
     by_device: dict[torch.device, list[Lying]] = defaultdict(list)
-    places = {p: (index, position) for index, group in enumerate(groups) for position, p in enumerate(group["params"])}
+    places = {p: (index, position) for index, group in enumerate(groups) for position, p in enumerate(group)}
     for p, place in places.items():
         held = getattr(p, "_local_tensor", p)  # a DTensor's
         begin = _address(held)
         if begin and held.numel():
             by_device[held.device].append((begin, begin + _reach_bytes(held), place, held))
-    for lying in by_device.values():
-        for cluster in _clusters(sorted(lying, key=lambda one: one[:3])):
-            met = _meeting(cluster) if len(cluster) > 1 else None
-            if met is not None:
-                one, other = (name_of(groups[index], index, position) for index, position in sorted(met))
-                raise UsageError(f"{one} and {other} share memory; give each its own, or tie them as one parameter")
+    in_order = (sorted(lying, key=lambda one: one[:3]) for lying in by_device.values())
+    clusters = (cluster for lying in in_order for cluster in _clusters(lying))
+    return next(filter(None, (_meeting(cluster) for cluster in clusters if len(cluster) > 1)), None)
 
 
 def _address(tensor: Tensor) -> int:
@@ -79,7 +73,8 @@ def _meeting(cluster: list[Lying]) -> tuple[Place, Place] | None:
         return None
     second = int(met[0]) + 1
     first = int(ends[:second].argmax())
-    return cluster[int(owner[first])][2], cluster[int(owner[second])][2]
+    one, other = sorted((cluster[int(owner[first])][2], cluster[int(owner[second])][2]))
+    return one, other
 
 
 def _runs(tensor: Tensor) -> tuple[int, Tensor]:

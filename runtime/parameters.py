@@ -23,6 +23,7 @@ from dmuon_tune.matrices import Selection, select, unmatched
 from dmuon_tune.words import counted, name_patterns, shown, table
 
 from .blocks import Split, blocks_of, check_split
+from .overlaps import overlapping
 from .scales import SCALES
 
 MOMENTUM_FORMS = ("accumulate", "ema")
@@ -118,8 +119,9 @@ def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
     return f"parameter {names[position]!r}" if names else f"parameter {position} of group {index} ({shape})"
 
 
-def check_group(group: dict[str, Any], index: int) -> None:
-    """UsageError, with the group's index or the parameter's name, for what cannot be used."""
+def check_last_group(groups: list[dict[str, Any]]) -> None:
+    """UsageError, with the group's index or the parameters' names, for what cannot be used of the last of these."""
+    index, group = len(groups) - 1, groups[-1]
     check_options(group, f"group {index}: ", wait=True)
     for position, p in enumerate(group["params"]):
         name = name_of(group, index, position)
@@ -130,6 +132,10 @@ def check_group(group: dict[str, Any], index: int) -> None:
             blocks_of(p, group, name)
         elif not p.is_floating_point():
             raise UsageError(f"{name}: AdamW needs real floating-point weights here, not {p.dtype}; leave it out")
+    met = overlapping([each["params"] for each in groups])
+    if met is not None:
+        one, other = (name_of(groups[index], index, position) for index, position in met)
+        raise UsageError(f"{one} and {other} share memory; give each its own, or tie them as one parameter")
 
 
 def check_options(group: Mapping[str, Any], where: str, wait: bool) -> None:
