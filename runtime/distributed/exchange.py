@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -123,10 +123,6 @@ class Room:
         found: T = self._views[user, dtype]
         return found
 
-    def forget(self) -> None:
-        """Drop the views of users that are no more."""
-        self._views.clear()
-
 
 @dataclass
 class Posted:
@@ -138,16 +134,11 @@ class Posted:
     what: str
 
 
-@dataclass
 class Slot:
     """Where one transfer under way is packed and arrives."""
 
-    device: torch.device
-    out: Room = field(init=False)
-    into: Room = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.out, self.into = Room(self.device), Room(self.device)
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.into = Room(device), Room(device)
 
 
 class Exchange:

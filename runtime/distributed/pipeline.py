@@ -105,9 +105,9 @@ class Pipeline:
             gradients = self._assembled(stage, arriving.popleft(), moving.gradient)
             if index + DEPTH < len(stages):
                 arriving.append(self._post_inward(stages, index + DEPTH, moving.gradient))
-            polars = self._orthogonalized(stage, gradients, moving)
-            posted = self._post_outward(stage, index, polars)
-            self._update(stage.outward.kept, self._kept(stage, polars), moving)
+            sends, kept = self._orthogonalized(stage, gradients, moving)
+            posted = self._post_outward(stage, index, sends)
+            self._update(stage.outward.kept, kept, moving)
             if leaving is not None:
                 self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
             leaving = posted
@@ -123,11 +123,10 @@ class Pipeline:
     def spread(self, stages: Sequence[Stage], owned: Mapping[int, Tensor], local: Local) -> None:
         """Write what this rank holds of every matrix where ``local`` says, from the owners' matrices by place."""
         for index, stage in enumerate(stages):
-            whole = [owned[place] for place in stage.batch]
-            posted = self._post_outward(stage, index, whole, "momentum")
-            for parcels, parts in ((stage.outward.kept, self._kept(stage, whole)),
-                                   (stage.outward.receives, self._exchange.wait(posted))):
-                copy(self._held(parcels, local), parts)
+            sends, kept = self._leaving(stage, [owned[place] for place in stage.batch])
+            posted = self._post_outward(stage, index, sends, "momentum")
+            copy(self._held(stage.outward.kept, local), kept)
+            copy(self._held(stage.outward.receives, local), self._exchange.wait(posted))
 
     def _post_inward(self, stages: Sequence[Stage], index: int, local: Local, what: str = "gradients") -> Posted:
         stage = stages[index]
@@ -137,11 +136,9 @@ class Pipeline:
 
     def _assembled(self, stage: Stage, posted: Posted, local: Local) -> list[Tensor]:
         """The matrices of this rank's batch, (rows, cols) each; one that is here as a whole is not copied."""
-        received = self._exchange.wait(posted)
-        kept = stage.inward.kept
-        whole = {parcel.matrix: parcel for parcel in kept if parcel.fragment.numel == self._numel(stage)}
-        if len(whole) == len(stage.batch):
-            held = self._held([whole[place] for place in stage.batch], local)
+        received, kept = self._exchange.wait(posted), stage.inward.kept
+        if not received and len(kept) == len(stage.batch):
+            held = self._held(kept, local)
             return [self._matrices[place].flat(part) for place, part in zip(stage.batch, held, strict=True)]
         numel = len(stage.batch) * self._numel(stage)
         matrices, into, into_kept = self._inputs.view(
@@ -172,17 +169,26 @@ class Pipeline:
         boxed = {place: self._matrices[place].boxed(each) for place, each in zip(stage.batch, matrices, strict=True)}
         return [cut(boxed[parcel.matrix], parcel.fragment.place) for parcel in parcels]
 
-    def _kept(self, stage: Stage, matrices: Sequence[Tensor]) -> list[Tensor]:
-        return self._parts(stage, matrices, stage.outward.kept)
+    def _leaving(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The views of a batch that are sent to their holders, and those that are kept."""
+        outward = stage.outward
+        return self._parts(stage, matrices, outward.sends), self._parts(stage, matrices, outward.kept)
+
+    def _results(self, stage: Stage, flat: Tensor) -> tuple[Tensor, list[Tensor], tuple[list[Tensor], list[Tensor]]]:
+        """A buffer, a batch's matrices in it, and what of them leaves."""
+        matrices = self._batch(stage, flat)
+        return flat, matrices, self._leaving(stage, matrices)
 
     def _held(self, parcels: Sequence[Parcel], local: Local) -> list[Tensor]:
         """The views that parcels are of what this rank holds."""
         return [cut(local(self._matrices[parcel.matrix]), parcel.fragment.local) for parcel in parcels]
 
-    def _orthogonalized(self, stage: Stage, gradients: Sequence[Tensor], moving: Moving) -> list[Tensor]:
-        """The polar factors of this rank's batch after its momentum, in the weights' dtype."""
+    def _orthogonalized(
+        self, stage: Stage, gradients: Sequence[Tensor], moving: Moving
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What leaves and what is kept of the polar factors of this rank's batch, in the weights' dtype."""
         numel = len(stage.batch) * self._numel(stage)
-        flat, polars = self._polars.view(stage, numel, stage.dtype, lambda flat: (flat, self._batch(stage, flat)))
+        flat, polars, leaving = self._polars.view(stage, numel, stage.dtype, lambda flat: self._results(stage, flat))
         flat.zero_()  # of what a buffer held before, 0 times NaN would be NaN
         for kind, some in self.kinds(stage, moving).items():
             momenta = tuple([moving.momentum(self._matrices[stage.batch[at]]) for at in some])
@@ -192,7 +198,7 @@ class Pipeline:
                     Momentum(kind.mode, momenta, kind.mu), [(0.0, -1.0)] * len(some),
                 )
         self._traffic.ns_runs += len(stage.batch)
-        return polars
+        return leaving
 
     def kinds(self, stage: Stage, moving: Moving) -> dict[Kind, list[int]]:
         """The places in this rank's batch, by what matrices must share to run together."""
@@ -201,10 +207,7 @@ class Pipeline:
             kinds.setdefault(moving.kind(self._matrices[place], stage.gradient_dtype), []).append(at)
         return kinds
 
-    def _post_outward(
-        self, stage: Stage, index: int, matrices: Sequence[Tensor], what: str = "updates"
-    ) -> Posted:
-        given = self._parts(stage, matrices, stage.outward.sends)
+    def _post_outward(self, stage: Stage, index: int, given: Sequence[Tensor], what: str = "updates") -> Posted:
         slot, what = self._outward[index % DEPTH], f"{what} of round {index}"
         return self._exchange.post(stage.outward, stage.dtype, slot, given, what)
 
