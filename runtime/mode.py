@@ -6,31 +6,30 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, distributed, nn
 
 from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
 
-from .newton_schulz import GramNewtonSchulz
-
 if TYPE_CHECKING:
     from .distributed.gather import Gather
+    from .muon import Muon
 
 
 def gather_for(
-    module: Any, parameters: Iterable[Tensor], given: Any, newton_schulz: GramNewtonSchulz,
-    momentum_dtype: torch.dtype | None, bucket_bytes: int, timeout: float,
+    optimizer: Muon, module: Any, process_group: Any, bucket_bytes: int, timeout: float, profile: bool
 ) -> Gather | None:
-    """The distributed part of an optimizer; None for one of one process. ``given`` is its ``process_group``."""
+    """The distributed part of an optimizer made for ``module`` (or groups), as its options say; None in one process."""
     checks.integer("bucket_bytes", bucket_bytes)
     checks.number("timeout", timeout)
-    group = group_for(module, parameters, given)
+    checks.flag("profile", profile)
+    group = group_for(module, optimizer._parameters(), process_group)
     if group is None:
         return None
     from .distributed.gather import Gather  # imports DTensor, which one process does without
 
-    return Gather(group, newton_schulz, momentum_dtype, bucket_bytes, timeout)
+    chains, dtype = optimizer._newton_schulz, optimizer._momentum_dtype
+    return Gather(group, chains, dtype, bucket_bytes, timeout, profile)
 
 
 def group_for(module: Any, parameters: Iterable[Tensor], given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Muon: the optimizer for one process; matrices by Newton–Schulz on tuned kernels, the rest by PyTorch's AdamW."""
+"""Muon: the optimizer, of one process or many; matrices by Newton–Schulz on tuned kernels, the rest by AdamW."""
 
 from __future__ import annotations
 
@@ -70,6 +70,9 @@ class Muon(Optimizer):
     as matrices (in a group: True). ``momentum_dtype``: of the momentum (default: the parameter's).
     ``skip_nonfinite``: a step with NaN or inf in any gradient changes nothing; this waits for the device.
     ``verbose``: print a module's table of parameters to stderr.
+
+    Where parameters are DTensors (FSDP2, HSDP, tensor parallelism), or ``params`` is a DistributedDataParallel, ranks
+    divide the matrices: ``process_group``, ``bucket_bytes``, ``timeout`` and ``profile`` are in docs/distributed.md.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Muon(Optimizer):
         process_group: ProcessGroup | None = None,
         bucket_bytes: int = 2**28,
         timeout: float = 600.0,
+        profile: bool = False,
     ) -> None:
         self._newton_schulz = GramNewtonSchulz(
             coefficients, steps, restarts, ns_dtype, layers=layers, on_miss=on_miss, eps=eps, graphs=graphs
@@ -128,16 +132,13 @@ class Muon(Optimizer):
         }
         for option, patterns in (("include", include), ("exclude", exclude), ("flatten", flatten)):
             checks.strings(option, patterns, "patterns")
-        by_pattern = splits_of(splits)
-        table, groups = "", cast(Iterable[Any], params)
+        by_pattern, table, groups = splits_of(splits), "", cast(Iterable[Any], params)
         if isinstance(params, nn.Module):
             groups, table = groups_of(params, include, exclude, flatten, by_pattern)
         elif by_pattern or flatten:
             raise UsageError("splits and flatten find parameters of a module; give groups their own split and flatten")
         super().__init__(groups, defaults)
-        self._gather = gather_for(
-            params, self._parameters(), process_group, self._newton_schulz, self._momentum_dtype, bucket_bytes, timeout
-        )
+        self._gather = gather_for(self, params, process_group, bucket_bytes, timeout, profile)
         if verbose and table:
             print_once(table)
 
@@ -280,8 +281,7 @@ class Muon(Optimizer):
             self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's; where parameters are distributed each momentum is placed like its parameter, and all ranks call
-        this together."""
+        """PyTorch's; of distributed parameters each momentum is placed like its parameter, and all ranks call it."""
         if self._gather is None:
             return super().state_dict()
         live = self.state

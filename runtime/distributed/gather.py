@@ -48,12 +48,12 @@ class Gather:
 
     def __init__(
         self, group: ProcessGroup, newton_schulz: GramNewtonSchulz, momentum_dtype: torch.dtype | None,
-        bucket_bytes: int, timeout: float,
+        bucket_bytes: int, timeout: float, profile: bool,
     ) -> None:
         self.traffic = Traffic()
         self.assignment: Assignment | None = None
         self._group, self._newton_schulz, self._momentum_dtype = group, newton_schulz, momentum_dtype
-        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+        self._bucket_bytes, self._timeout, self._profile = bucket_bytes, timeout, profile
         self._made: Control | None = None
         self._agreements: dict[torch.device, Agreement] = {}
         self._plan: Plan | None = None
@@ -140,7 +140,8 @@ class Gather:
             for place, matrix in enumerate(self._survey.matrices)
             if matrix.parameter in local and self._owner[place] == self.control.rank
         }
-        self._pipeline.spread(self._momenta(parameters, local), owned, lambda matrix: local[matrix.parameter])
+        with self.control.guard("state_dict"):
+            self._pipeline.spread(self._momenta(parameters, local), owned, lambda matrix: local[matrix.parameter])
         return state
 
     def take(self, optimizer: Muon, error: Exception | None) -> None:
@@ -171,8 +172,9 @@ class Gather:
             its["owned"] = {}
         matrices = self._survey.matrices
         stages = self._momenta(parameters, local)
-        for place, whole in self._pipeline.collected(stages, lambda matrix: local[matrix.parameter]):
-            optimizer.state[parameters[matrices[place].parameter]]["owned"][matrices[place].block] = whole
+        with self.control.guard("load_state_dict"):
+            for place, whole in self._pipeline.collected(stages, lambda matrix: local[matrix.parameter]):
+                optimizer.state[parameters[matrices[place].parameter]]["owned"][matrices[place].block] = whole
 
     def report(self, optimizer: Muon, spectra: bool) -> Report:
         """Every matrix, as its owner's momentum alone shows it: its gradient is in pieces; collective."""
@@ -229,7 +231,8 @@ class Gather:
         new = [matrix for matrix in self._survey.matrices if key(matrix) not in self._owners]
         if new:
             self.assignment = owners_of(
-                new, found, self._momentum_dtype, self.control, self._newton_schulz, device, self._bucket_bytes
+                new, found, self._momentum_dtype, self.control, self._newton_schulz, device, self._bucket_bytes,
+                self._profile,
             )
             self._owners |= {key(matrix): owner for matrix, owner in zip(new, self.assignment.owner, strict=True)}
         self._owner = [self._owners[key(matrix)] for matrix in self._survey.matrices]
