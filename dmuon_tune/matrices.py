@@ -48,6 +48,7 @@ class Selection:
 
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _EMBEDDING = re.compile(r"embed|^(wte|wpe|emb|tok_emb|pos_emb|shared|action_in_proj|state_proj)$")
 _HEAD = re.compile(r"^(.*_head|head|heads|classifier|score|unembed|to_logits|action_out_proj)$")
 _NORM = re.compile(r"norm|^ln$|^ln_\w+$|_ln$|^ln\d+$")
@@ -77,6 +78,12 @@ def select(
         else:
             left_out.append(LeftOut(name, shape, reason))
     return Selection(tuple(matrices), tuple(left_out))
+
+
+def layer_of(name: str) -> int:
+    """The first number in a parameter's name: its block's place in the model; 0 without one."""
+    number = _LAYER.search(name)
+    return int(number[1]) if number else 0
 
 
 def unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:

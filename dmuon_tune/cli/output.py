@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from dmuon_tune.errors import DmuonTuneError
@@ -98,3 +99,20 @@ class LogLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         note(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """All of it or nothing: a file that there was stays until the new one is complete."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)  # a device or pipe; a folder raises
+            return
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_bytes(content)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise DmuonTuneError(f"cannot write {path}: {error.strerror or error}; name another place") from error

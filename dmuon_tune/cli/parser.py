@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from dmuon_tune import __version__
 from dmuon_tune.errors import UsageError
 
-from . import caches, doctor, explain, replay, report, restarts, shapes, show, tune
+from . import caches, doctor, explain, plan, replay, report, restarts, shapes, show, tune
 from .output import say
 
 EPILOG = """exit codes: 0 ok, 1 failure, 2 usage, 3 a required entry is missing,
@@ -39,6 +39,6 @@ def build() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"dmuon-tune {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (shapes, tune, show, report, explain, restarts, caches, replay, doctor):
+    for command in (shapes, tune, show, report, explain, plan, restarts, caches, replay, doctor):
         command.register(commands)
     return parser

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmuon_tune.errors import DmuonTuneError
-
 from . import caches, options, workload
-from .output import print_json, say, warn
+from .output import print_json, say, warn, write_file
 
 if TYPE_CHECKING:
     from dmuon_tune.report import Plot
@@ -53,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     made_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     page = report.html(drawn, layers, made_at, layers[0]["path"] if args.cache else "")
     images = _write_images(Path(args.png), [plot for _, plots in drawn for plot in plots]) if args.png else []
-    _write(Path(args.out), page.encode())
+    write_file(Path(args.out), page.encode())
     if args.format == "json":
         print_json({"report": args.out, "png": images})
     else:
@@ -73,22 +70,5 @@ def _write_images(folder: Path, plots: list[Plot]) -> list[str]:
 
     paths = [folder / f"{plot.name}.png" for plot in plots]
     for plot, path in zip(plots, paths, strict=True):
-        _write(path, to_png(plot))
+        write_file(path, to_png(plot))
     return [str(path) for path in paths]
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing: a report that there was stays until the new one is complete."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            path.write_bytes(content)  # a device or pipe; a folder raises
-            return
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            beside.write_bytes(content)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise DmuonTuneError(f"cannot write {path}: {error.strerror or error}; name another place") from error

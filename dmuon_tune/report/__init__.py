@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from .data import Contents, DeviceReport, collect, devices, read
+from .loads import owners_plot
 from .page import html
 from .plots import Plot, plots, require_matplotlib, to_png
 
 __all__ = [
-    "Contents", "DeviceReport", "Plot", "collect", "devices", "html", "plots", "read", "require_matplotlib", "to_png",
+    "Contents", "DeviceReport", "Plot", "collect", "devices", "html", "owners_plot", "plots", "read",
+    "require_matplotlib", "to_png",
 ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.errors import UsageError
+from dmuon_tune.matrices import layer_of
 from dmuon_tune.recipe import Group
 
 from ..blocks import Blocks
@@ -23,8 +23,6 @@ from ..ownership import Assignment, Timed, Work, assign, batches, costs, costs_o
 from ..ownership.profile import profile as time_steps
 from .control import Control
 from .pieces import Layout, Matrix, Spans, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
-
-LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 class Found(NamedTuple):
@@ -115,12 +113,11 @@ def owners_of(
         )
         work = []
         for matrix, dtype in zip(matrices, dtypes, strict=True):
-            elements, priced = matrix.rows * matrix.cols, by_shape[matrix.rows, matrix.cols]
-            held = max(1, bucket_bytes // (elements * dtype.itemsize))
-            in_rounds = replace(priced, most=min(held, priced.most or held))
+            elements = matrix.rows * matrix.cols
+            priced = by_shape[matrix.rows, matrix.cols].within(max(1, bucket_bytes // (elements * dtype.itemsize)))
             state_bytes = elements * (momentum_dtype or dtype).itemsize
             layer = layer_of(found[matrix.parameter].name)
-            work.append(Work(matrix.rows, matrix.cols, layer, in_rounds, state_bytes))
+            work.append(Work(matrix.rows, matrix.cols, layer, priced, state_bytes))
         solved = assign(work, control.size, nodes=_nodes(control.ranks))
         return [solved.owner, solved.loads_us, solved.bound_us, solved.method]
 
@@ -152,10 +149,3 @@ def _nodes(ranks: Sequence[int]) -> int:
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or len(ranks))
     on_node = Counter(rank // local for rank in ranks)
     return len(on_node) if len(set(on_node.values())) == 1 and list(ranks) == sorted(ranks) else 1
-
-
-def layer_of(name: str) -> int:
-    """The first number in a parameter's name: its block's place in the model."""
-    number = LAYER.search(name)
-    return int(number[1]) if number else 0
-

@@ -45,6 +45,10 @@ class Costs:
         raised = accumulate((point.us for point in ascending), max)
         return cls(tuple(Point(p.batch, us, p.measured) for p, us in zip(ascending, raised, strict=True)), most)
 
+    def within(self, most: int) -> Costs:
+        """The same with at most ``most`` matrices at once."""
+        return Costs(self.points, most if self.most is None else min(most, self.most))
+
     def us(self, batch: int) -> float:
         """The time of ``batch`` matrices in microseconds: linear between points, the first one's below it, in
         proportion to the batch above the last; 0 for none."""
