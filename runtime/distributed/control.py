@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -114,6 +114,16 @@ class Control:
         self.agree(what)
         self._same(json.dumps(given, sort_keys=True).encode(), what)
 
+    def post(self, start: Callable[[], dist.Work], what: str) -> dist.Work:
+        """Start a collective; PeerError where it cannot be started, because another rank is gone."""
+        if self._broken:
+            raise PeerError(self._broken)
+        try:
+            return start()
+        except RuntimeError as error:
+            how = _cause(error)
+        self._lost(what, how)
+
     def wait(self, work: dist.Work | None, what: str, device: torch.device | None = None) -> None:
         """Until a collective is complete; on a CUDA device until the current stream is made to wait for it.
 
@@ -122,12 +132,12 @@ class Control:
         if work is None:  # of a group of one rank
             return
         if device is None or device.type == "cpu":
-            self._run(lambda: work, what)
+            self._finish(work, what)
             return
         try:
             work.wait()
         except RuntimeError as error:
-            self._lost(what, said(error))
+            self._lost(what, _cause(error))
         event: torch.Event = torch.Event(device)
         event.record(torch.cuda.current_stream(device))
         self._launched.append((event, what, self.step))
@@ -189,13 +199,15 @@ class Control:
         raise PeerError(f"the ranks are not at the same place ({listed}); call the optimizer alike on all of them")
 
     def _run(self, start: Callable[[], dist.Work], what: str) -> None:
-        """Start a collective and wait for its end; PeerError where another rank failed or none came in time."""
+        self._finish(self.post(start, what), what)
+
+    def _finish(self, work: dist.Work, what: str) -> None:
+        """Wait for a collective's end; PeerError where another rank failed or does not come in time."""
         if self._broken:
             raise PeerError(self._broken)
         deadline = time.monotonic() + self.timeout
         how = noted = ""
         try:
-            work = start()
             while not _is_complete(work, min(LOOK_S, max(0.0, deadline - time.monotonic()))):
                 noted = self._note(self._place(what))
                 self._check_failure()
@@ -203,7 +215,10 @@ class Control:
                     how = f"waited {self.timeout:g} s"
                     break
         except RuntimeError as error:
-            how = "the connection was closed in the wait" if "onnection" in str(error) else said(error)
+            how = _cause(error)
+        except BaseException as error:  # an interrupt or a signal's: the others wait for this rank
+            self.fail(f"{said(error)} ({self._place(what)})")
+            raise
         if how:
             self._lost(what, how)
         if noted:
@@ -223,7 +238,7 @@ class Control:
         if self._broken:
             raise PeerError(self._broken)
 
-    def _lost(self, what: str, how: str) -> None:
+    def _lost(self, what: str, how: str) -> NoReturn:
         """Raise that a wait has ended without the others; who they are, is known once all that live have noted."""
         place = self._note(self._place(what))
         self._check_failure()
@@ -269,6 +284,11 @@ def _is_complete(work: dist.Work, seconds: float) -> bool:
             return False
         work.wait()  # raises, unless it was completed just now
     return True
+
+
+def _cause(error: RuntimeError) -> str:
+    """What ended a collective, in the place of "waited 600 s"."""
+    return "a connection was closed" if "onnection" in str(error) else said(error)
 
 
 def _named(ranks: Iterable[int]) -> str:

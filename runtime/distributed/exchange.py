@@ -160,10 +160,10 @@ class Exchange:
             return Posted(transfer, arrived, None, what)
         # As bytes: whether a backend knows the dtype does not matter.
         size = dtype.itemsize
-        work = all_to_all_single(
+        work = self._control.post(lambda: all_to_all_single(
             into.view(torch.uint8), out.view(torch.uint8), [count * size for count in transfer.receive_sizes],
             [count * size for count in transfer.send_sizes], group=self._group, async_op=True,
-        )
+        ), what)
         self._traffic.collectives += 1
         self._traffic.bytes_sent += sent * size
         self._traffic.bytes_received += received * size

@@ -81,7 +81,7 @@ class Gather:
             devices = {local_of(each.tensor).device for each in found if each.blocks is not None}
             if len(devices) > 1:
                 raise UsageError(f"matrices are on {len(devices)} devices; a rank needs all of them on one")
-        except UsageError as raised:
+        except Exception as raised:
             error = raised
         self._survey = survey(found, self._group, self.control, error)
         device = next(iter(devices), torch.device("cpu"))
@@ -116,9 +116,10 @@ class Gather:
             return False
         moving = self._reading(optimizer)
         stages = self._scheduled(codes, moving)
-        self._carry(optimizer, moving, codes)
-        with self.control.guard("step"), record_function("Muon: exchange"):
-            self._pipeline.run(stages, moving)
+        with self.control.guard("step"):
+            self._carry(optimizer, moving, codes)
+            with record_function("Muon: exchange"):
+                self._pipeline.run(stages, moving)
         with record_function("Muon: AdamW"):
             groups = [group for group in optimizer.param_groups if not group["use_muon"]]
             self._adamw.step(groups, optimizer.state)
@@ -251,7 +252,7 @@ class Gather:
             finite = not optimizer._skip_nonfinite or are_finite(
                 local_of(p.grad) for p in parameters if p.grad is not None
             )
-        except UsageError as raised:
+        except Exception as raised:
             error, codes = raised, [NO_GRADIENT] * len(parameters)
         flags = [not finite, *codes, *(255 - code for code in codes)]
         nonfinite, *both = self.control.agree("gradients", flags, error)
