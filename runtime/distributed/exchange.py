@@ -60,7 +60,7 @@ class Transfer:
 def to_owners(within: Round, matrices: Sequence[Matrix], rank: int) -> Transfer:
     """Every piece of the round's matrices from one of its holders to the owner."""
     return _transfer(
-        ((matrices[place].sender(piece, owner), owner, place, piece)
+        ((piece.sender(owner), owner, place, piece)
          for owner, batch in enumerate(within.batches) for place in batch for piece in matrices[place].pieces),
         rank, len(within.batches),
     )

@@ -93,7 +93,7 @@ class Gather:
         self._pipeline = Pipeline(exchange, self._newton_schulz, device, self._survey.matrices, self.traffic)
         self._schedules.clear()
         self._checkpoints.clear()
-        codes = [NO_GRADIENT if each.blocks is None else _code(each.tensor, each.tensor) for each in found]
+        codes = [_code(each.tensor, each.tensor) if _moves(each) else NO_GRADIENT for each in found]
         moving = self._reading(optimizer)
         self._whole = self._scheduled(codes, moving)
         optimizer._planned = True
@@ -117,12 +117,13 @@ class Gather:
         moving = self._reading(optimizer)
         stages = self._scheduled(codes, moving)
         with self.control.guard("step"):
+            _complete(moving.parameters, codes)
             self._carry(optimizer, moving, codes)
             with record_function("Muon: exchange"):
                 self._pipeline.run(stages, moving)
-        with record_function("Muon: AdamW"):
-            groups = [group for group in optimizer.param_groups if not group["use_muon"]]
-            self._adamw.step(groups, optimizer.state)
+            with record_function("Muon: AdamW"):
+                groups = [group for group in optimizer.param_groups if not group["use_muon"]]
+                self._adamw.step(groups, optimizer.state)
         self.traffic.steps += 1
         return True
 
@@ -178,7 +179,7 @@ class Gather:
                 optimizer.state[parameters[matrices[place].parameter]]["owned"][matrices[place].block] = whole
 
     def report(self, optimizer: Muon, spectra: bool) -> Report:
-        """Every matrix, as its owner's momentum alone shows it: its gradient is in pieces; collective."""
+        """Every matrix that moves, by its owner's momentum alone, for its gradient is in pieces; collective."""
         self.ready(optimizer, "report")
         own: list[tuple[int, dict[str, Any]]] = []
         for stage in self._whole:
@@ -229,6 +230,9 @@ class Gather:
         def key(matrix: Matrix) -> tuple[Tensor, int]:
             return found[matrix.parameter].tensor, matrix.block
 
+        for place, matrix in enumerate(self._survey.matrices):
+            if not _moves(found[matrix.parameter]):  # and so it costs its owner nothing
+                self._owners.setdefault(key(matrix), place % self.control.size)
         new = [matrix for matrix in self._survey.matrices if key(matrix) not in self._owners]
         if new:
             self.assignment = owners_of(
@@ -241,8 +245,7 @@ class Gather:
     def _agreed(self, optimizer: Muon) -> tuple[int, ...] | None:
         """What gradient every parameter has, on all ranks; None where one is not finite and the step is to be skipped.
 
-        Raises on all ranks, before anything has changed, for what any of them cannot use. A shard without gradient
-        counts as 0 where others have one.
+        Raises on all ranks, before anything has changed, for what any of them cannot use.
         """
         codes, finite, error = list[int](), True, None
         parameters = _parameters(optimizer)
@@ -263,12 +266,6 @@ class Gather:
                 raise UsageError(f"{_found(optimizer)[index].name}: {reason}")
         if nonfinite:
             return None
-        for p, code in zip(parameters, most, strict=True):
-            if code and p.grad is None:
-                p.grad = torch.zeros_like(p)
-            if code and not code % 2:  # such as the partial sums of sequence parallelism
-                assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
-                p.grad = p.grad.redistribute(placements=p.placements)
         return tuple(most)
 
     def _disagreement(self, index: int, p: Tensor, least: int, most: int) -> str | None:
@@ -346,6 +343,24 @@ class Gather:
 
 def _parameters(optimizer: Muon) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _moves(found: Found) -> bool:
+    """Whether a parameter is matrices that a step is to move."""
+    return found.blocks is not None and found.tensor.requires_grad
+
+
+def _complete(parameters: Sequence[Tensor], codes: Sequence[int]) -> None:
+    """Give every parameter that has a gradient somewhere one that is placed like itself; collective.
+
+    A shard without gradient counts as 0.
+    """
+    for p, code in zip(parameters, codes, strict=True):
+        if code and p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if code and not code % 2:  # such as the partial sums of sequence parallelism
+            assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
+            p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def _found(optimizer: Muon) -> list[Found]:

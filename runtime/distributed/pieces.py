@@ -60,9 +60,9 @@ class Piece:
     holders: tuple[int, ...]
     fragments: tuple[Fragment, ...]
 
-    @property
-    def numel(self) -> int:
-        return sum(fragment.numel for fragment in self.fragments)
+    def sender(self, owner: int) -> int:
+        """The holder that sends it: the owner itself where it is one, else the next in rank, mostly of its node."""
+        return min(self.holders, key=lambda holder: (abs(holder - owner), holder))
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,6 @@ class Matrix:
     def flat(self, box: Tensor) -> Tensor:
         """The (rows, cols) matrix of a tensor with the parameter's dimensions; a view unless it lies otherwise."""
         return (box.permute(self.order) if self.order else box).reshape(self.rows, self.cols)
-
-    def sender(self, piece: Piece, owner: int) -> int:
-        """The one of its holders that sends a piece: the owner itself, else they take turns by matrix."""
-        if owner in piece.holders:
-            return owner
-        return piece.holders[(self.parameter + self.block) % len(piece.holders)]
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def survey(found: Sequence[Found], group: ProcessGroup, control: Control, error:
             error = UsageError(f"{name}: {raised}")
             break
     control.agree("parameters", error=error)
-    control.same([*described, *(repr(blocks) for _, _, blocks in found)], "parameters")
+    control.same([*described, *((repr(blocks), tensor.requires_grad) for _, tensor, blocks in found)], "parameters")
     by_rank = control.gather([list(ranks) for ranks in meshes], "meshes")
     alike = [tuple(sorted({tuple(ranks[mesh]) for ranks in by_rank})) for mesh in range(len(meshes))]
     layouts = [
