@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,15 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 LR, ADAMW_LR, BETAS, MOMENTUM, SCALE = 1e-3, 3e-4, (0.9, 0.95), 0.95, "moonlight"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What the variants' makers get; ``profile`` and ``bucket_bytes`` are our optimizer's."""
+
+    coefficients: CoefficientSet
+    profile: bool
+    bucket_bytes: int
+
+
 class Variant(Protocol):
     """An optimizer, and what each of its steps does on this rank: Newton–Schulz runs and bytes sent to other ranks."""
 
@@ -46,7 +56,7 @@ def adamw(parameters: Sequence[nn.Parameter]) -> AdamW:
 class AdamWAlone:
     """Every parameter by PyTorch's fused AdamW, on its shards."""
 
-    def __init__(self, model: nn.Module, coefficients: CoefficientSet) -> None:
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
         self.step = adamw(list(model.parameters())).step
 
     def runs(self) -> int:
@@ -63,8 +73,8 @@ class GatheredMuon:
     """Muon as one writes it for shards: every rank gathers every direction in bf16, in batches of equal matrices, and
     orthogonalizes all of it by plain Newton–Schulz on the vendor library, wide as :func:`plain_ns` takes it."""
 
-    def __init__(self, model: nn.Module, coefficients: CoefficientSet) -> None:
-        self.coefficients = coefficients
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        self.coefficients = setting.coefficients
         named = dict(model.named_parameters())
         chosen = {matrix.name for matrix in select((name, tuple(p.shape)) for name, p in named.items()).matrices}
         self.by_shape: dict[tuple[int, int], list[DTensor]] = defaultdict(list)
@@ -127,10 +137,11 @@ def gathered(shards: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tenso
 class OwnedMuon:
     """Ours: each matrix orthogonalized once, on its owner."""
 
-    def __init__(self, model: nn.Module, coefficients: CoefficientSet) -> None:
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
         self.optimizer = Muon(
-            model, lr=LR, momentum=MOMENTUM, scale=SCALE, coefficients=coefficients, steps=STEPS, adamw_lr=ADAMW_LR,
-            adamw_betas=BETAS, verbose=False,
+            model, lr=LR, momentum=MOMENTUM, scale=SCALE, coefficients=setting.coefficients, steps=STEPS,
+            adamw_lr=ADAMW_LR, adamw_betas=BETAS, verbose=False, bucket_bytes=setting.bucket_bytes,
+            profile=setting.profile,
         )
         self.step = self.optimizer.step
 
@@ -150,7 +161,7 @@ class OwnedMuon:
         return self.optimizer.assignment
 
 
-Make = Callable[[nn.Module, CoefficientSet], Variant]
+Make = Callable[[nn.Module, Setting], Variant]
 # In the order that they are measured in: later ones are set in relation to the first two.
 VARIANTS: dict[str, tuple[str, Make]] = {
     "adamw": ("AdamW, fused", AdamWAlone),

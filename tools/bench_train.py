@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from _bench_model import RECOMPUTED_PARAMETERS, numbers_of, sharded, trainable
 from _bench_training import PROGRAM, Training, World, measure, timed_us
-from _bench_variants import VARIANTS, Variant
+from _bench_variants import VARIANTS, Setting, Variant
 from _runner import Parser, check_writable, run
 from bench_ns import digits, names, versions
 from torch import Tensor
@@ -35,14 +35,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cli.options import positive
-from dmuon_tune.coefficients import CoefficientSet, coefficient_set
+from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.errors import UsageError
 
 Row = dict[str, Any]
 
+BUCKET_BYTES = 2**28  # Muon's own default
+
 
 def train(
-    world: World, device: torch.device, preset: str, key: str, coefficients: CoefficientSet, options: argparse.Namespace
+    world: World, device: torch.device, preset: str, key: str, setting: Setting, options: argparse.Namespace
 ) -> Row:
     """One variant from the seed's model to its figures; what it held is freed."""
     numbers = numbers_of(preset, options.layers)
@@ -59,7 +61,7 @@ def train(
 
     label, make = VARIANTS[key]
     made: list[Variant] = []
-    make_us = timed_us(world, lambda: made.append(make(model, coefficients)))
+    make_us = timed_us(world, lambda: made.append(make(model, setting)))
     row = measure(world, Training(model, made.pop(), batch), options.steps)
     row["first_us"]["make"] = max(world.all(make_us))
     row["tokens_per_s"] = world.size * options.batch * options.sequence / row["median_us"] * 1e6
@@ -145,7 +147,8 @@ def print_head(world: World, device: torch.device, date: str, options: argparse.
 
 def compare(world: World, device: torch.device, options: argparse.Namespace) -> None:
     """Every variant on every preset; the first rank prints each as it is measured, and writes all so far."""
-    coefficients, date = coefficient_set(options.coefficients), datetime.now(UTC).isoformat(timespec="seconds")
+    setting = Setting(coefficient_set(options.coefficients), options.profile, options.bucket_bytes)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
     if world.rank == 0:
         print_head(world, device, date, options)
     rows: list[Row] = []
@@ -153,7 +156,7 @@ def compare(world: World, device: torch.device, options: argparse.Namespace) -> 
         if options.compile:
             torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
         for key in (key for key in VARIANTS if key in options.variants):
-            row = train(world, device, preset, key, coefficients, options)
+            row = train(world, device, preset, key, setting, options)
             release()
             relate(row, rows)
             rows.append(row)
@@ -164,6 +167,7 @@ def compare(world: World, device: torch.device, options: argparse.Namespace) -> 
                         "date": date, "hardware": fingerprint(str(device)).to_dict(), "versions": versions(),
                         "ranks": world.size, "batch": options.batch, "sequence": options.sequence,
                         "coefficients": options.coefficients, "seed": options.seed, "compile": options.compile,
+                        "profile": options.profile, "bucket_bytes": options.bucket_bytes,
                         "recomputed": [preset for preset in options.preset if recomputes(preset, options)],
                         "rows": rows,
                     }, indent=1))
@@ -185,6 +189,10 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, help="recompute blocks in the backward "
                         f"(default: from {RECOMPUTED_PARAMETERS / 1e9:.0f}e9 parameters on)")
     parser.add_argument("--compile", action="store_true", help="blocks by torch.compile")
+    parser.add_argument("--profile", action="store_true", help="ours: owners by times of the model's own shapes, taken "
+                        "before the first step")
+    parser.add_argument("--bucket-bytes", type=positive, default=BUCKET_BYTES, metavar="N", help="ours: of one owner's "
+                        f"batch in one round (default: {BUCKET_BYTES})")
     parser.add_argument("--coefficients", default="you", help="coefficient set (default: you)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure here, after each variant")

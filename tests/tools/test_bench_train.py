@@ -190,7 +190,7 @@ def gathered_steps(rank: int, size: int) -> tuple[dict[str, Tensor], int, int]:
     module.register_parameter("bias", nn.Parameter(torch.zeros(6)))
     mesh = init_device_mesh("cpu", (size,))
     fully_shard(module, mesh=mesh)
-    made = _bench_variants.GatheredMuon(module, coefficient_set("you"))
+    made = _bench_variants.GatheredMuon(module, _bench_variants.Setting(coefficient_set("you"), False, 2**28))
     for step in range(2):
         for name, gradient in gradients_of(step).items():
             parameter = module.get_parameter(name)
