@@ -27,7 +27,8 @@ LONGEST = (  # files that 'make test' begins with, so that no worker is left wit
     "search/test_tune.py", "kernel_specs/test_cutedsl.py", "kernel_specs/test_tilelang.py", "search/test_sharing.py",
     "cli/test_errors.py", "cli/test_tune.py", "kernel_specs/test_polar_cutedsl.py", "measure/test_executor.py",
     "search/test_kills.py", "tools/test_bench_ns.py", "search/test_replay.py", "measure/test_race.py",
-    "kernel_specs/test_interpreter.py", "test_contributing.py", "cli/test_imports.py", "test_packaging.py",
+    "tools/test_bench_train.py", "kernel_specs/test_interpreter.py", "test_contributing.py", "cli/test_imports.py",
+    "test_packaging.py",
 )
 
 
