@@ -165,6 +165,13 @@ class GroupChain:
             with record_function("Muon: update"):
                 self._update(piece, ends, weights[piece.part], rates[piece.part], workspace)
 
+    def directions(self, gradients: Matrices, momentum: Momentum, ends: Ends, out: Tensor) -> None:
+        """The polar factors of U, as ``momentum`` says, into ``out``, contiguous and of the dtype of ``ends``."""
+        workspace = self._entered()
+        for piece in self._pieces(gradients, momentum, ends, workspace):
+            with record_function("Muon: update"):
+                self._write(piece, ends, out[piece.part], workspace)
+
     def _update(
         self, piece: _Piece, ends: Ends, weights: Sequence[Tensor], rates: Sequence[tuple[float, float]],
         workspace: Workspace,

@@ -156,7 +156,8 @@ class GramNewtonSchulz:
     def adopt(
         self, device: torch.device, planned: GroupPlan, ends: Mapping[tuple[torch.dtype, str, torch.dtype], Ends]
     ) -> None:
-        """Run a group as was decided elsewhere; ``ends`` by gradients' dtype, momentum's mode and weights' dtype."""
+        """Run a group's :meth:`directions` as was decided elsewhere; ``ends`` by gradients' dtype, momentum's mode and
+        the result's dtype."""
         group = planned.recipe.group
         with self._lock:
             if self._planned.setdefault((device, group), planned).recipe != planned.recipe:
@@ -164,7 +165,7 @@ class GramNewtonSchulz:
                 self._chains.pop((device, group), None)
                 self._ends = {key: found for key, found in self._ends.items() if key[:2] != (device, group)}
             for (dtype, mode, out_dtype), found in ends.items():
-                self._ends[device, group, dtype, mode, out_dtype, True] = found
+                self._ends[device, group, dtype, mode, out_dtype, False] = found
 
     def planned(self, group: Group, device: torch.device) -> GroupPlan:
         """How this group runs, resolved when it first comes."""
@@ -197,6 +198,15 @@ class GramNewtonSchulz:
                 some = Momentum(momentum.mode, momentum.buffers[part], momentum.mu)
                 matrices = tuple([gradient.contiguous() for gradient in gradients[part]])
                 chain.step(matrices, some, ends, weights[part], rates[part])
+
+    def directions(self, gradients: Sequence[Tensor], momentum: Momentum, out: Tensor) -> None:
+        """Update momentum and write polar(U) of each matrix into ``out``, (batch, rows, cols), contiguous."""
+        device = out.device
+        with self._lock, device_context(device):
+            for part, group in cut_batch(len(out), *out.shape[1:]):
+                chain, ends = self._bound(group, device, gradients[0].dtype, momentum.mode, out.dtype, False)
+                some = Momentum(momentum.mode, momentum.buffers[part], momentum.mu)
+                chain.directions(tuple([gradient.contiguous() for gradient in gradients[part]]), some, ends, out[part])
 
     def _bound(
         self, group: Group, device: torch.device, dtype: torch.dtype, mode: str, out_dtype: torch.dtype,

@@ -106,7 +106,7 @@ class Agreement:
                 }
                 known[group] = replace(planned, bindings=bindings)
             self._decided = known
-            ends = [bind_ends(known[one.group], resolver, one.gradient_dtype, one.mode, one.dtype, True)
+            ends = [bind_ends(known[one.group], resolver, one.gradient_dtype, one.mode, one.dtype, False)
                     for one in every]
             return {
                 "groups": [_plan_to_dict(known[group], layers) for group in dict.fromkeys(one.group for one in every)],

@@ -150,15 +150,12 @@ class Pipeline:
 
     def _places(self, stage: Stage, flat: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """A batch's matrices in a buffer, and where in them what arrives, and what is kept, belongs."""
-        matrices = self._batch(stage, flat)
-        inward = stage.inward
+        inward, matrices = stage.inward, list(self._batch(stage, flat).unbind())
         return matrices, self._parts(stage, matrices, inward.receives), self._parts(stage, matrices, inward.kept)
 
-    def _batch(self, stage: Stage, flat: Tensor) -> list[Tensor]:
-        if not stage.batch:
-            return []
-        first = self._matrices[stage.batch[0]]
-        return list(flat.view(len(stage.batch), first.rows, first.cols).unbind())
+    def _batch(self, stage: Stage, flat: Tensor) -> Tensor:
+        first = self._matrices[stage.batch[0]] if stage.batch else None
+        return flat.view(len(stage.batch), first.rows, first.cols) if first else flat.view(0, 1, 1)
 
     def _numel(self, stage: Stage) -> int:
         first = self._matrices[stage.batch[0]] if stage.batch else None
@@ -174,10 +171,10 @@ class Pipeline:
         outward = stage.outward
         return self._parts(stage, matrices, outward.sends), self._parts(stage, matrices, outward.kept)
 
-    def _results(self, stage: Stage, flat: Tensor) -> tuple[Tensor, list[Tensor], tuple[list[Tensor], list[Tensor]]]:
-        """A buffer, a batch's matrices in it, and what of them leaves."""
+    def _results(self, stage: Stage, flat: Tensor) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
+        """A batch in a buffer, (matrices, rows, cols), and what of it leaves."""
         matrices = self._batch(stage, flat)
-        return flat, matrices, self._leaving(stage, matrices)
+        return matrices, self._leaving(stage, matrices.unbind())
 
     def _held(self, parcels: Sequence[Parcel], local: Local) -> list[Tensor]:
         """The views that parcels are of what this rank holds."""
@@ -188,15 +185,17 @@ class Pipeline:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """What leaves and what is kept of the polar factors of this rank's batch, in the weights' dtype."""
         numel = len(stage.batch) * self._numel(stage)
-        flat, polars, leaving = self._polars.view(stage, numel, stage.dtype, lambda flat: self._results(stage, flat))
-        flat.zero_()  # of what a buffer held before, 0 times NaN would be NaN
-        for kind, some in self.kinds(stage, moving).items():
+        polars, leaving = self._polars.view(stage, numel, stage.dtype, lambda flat: self._results(stage, flat))
+        kinds = self.kinds(stage, moving)
+        for kind, some in kinds.items():
             momenta = tuple([moving.momentum(self._matrices[stage.batch[at]]) for at in some])
+            given = [gradients[at] for at in some]
+            # The options of their groups seldom part matrices that are together in a batch.
+            into = polars if len(kinds) == 1 else torch.empty_like(polars[: len(some)])
             with record_function(f"Muon: {len(some)}x{kind.rows}x{kind.cols}"):
-                self._newton_schulz.step(
-                    [polars[at] for at in some], [gradients[at] for at in some],
-                    Momentum(kind.mode, momenta, kind.mu), [(0.0, -1.0)] * len(some),
-                )
+                self._newton_schulz.directions(given, Momentum(kind.mode, momenta, kind.mu), into)
+            if into is not polars:
+                copy([polars[at] for at in some], list(into.unbind()))
         self._traffic.ns_runs += len(stage.batch)
         return leaving
 

@@ -88,8 +88,32 @@ def case_report(rank: int, size: int) -> tuple[list[Any], str]:
     return [(each.name, each.owner, each.update_rms, each.sigma_max) for each in report.matrices], str(report)
 
 
-def test_parameters_that_come_later_and_state_of_one_process(worlds: Worlds) -> None:
-    for case in (case_parameters_that_come_later, case_state_of_one_process):
+def case_options_that_differ(rank: int, size: int) -> list[bool]:
+    """Equal matrices of groups whose momentum, and update, are made otherwise, in the rounds of one batch."""
+    found = []
+    models = [nn.Sequential(*(nn.Linear(6, 8, bias=False) for _ in range(7))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for layer in models[0]:
+        fully_shard(layer)
+    optimizers = []
+    for model in models:
+        p = list(model.parameters())
+        optimizers.append(Muon([
+            {"params": p[:2], "momentum": 0.5}, {"params": p[2:4], "nesterov": False, "lr": torch.tensor(0.1)},
+            {"params": p[4:6], "cautious": True, "weight_decay": 0.2}, {"params": p[6:], "momentum_form": "ema"},
+        ]))
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.param_groups[3]["momentum"] = 0.9 + 0.02 * step
+            give(model, step)
+            optimizer.step()
+        found += [torch.equal(p.full_tensor(), twin)
+                  for p, twin in zip(models[0].parameters(), models[1].parameters(), strict=True)]
+    return found
+
+
+def test_parameters_that_come_later_state_of_one_process_and_options_that_differ(worlds: Worlds) -> None:
+    for case in (case_parameters_that_come_later, case_state_of_one_process, case_options_that_differ):
         for equal in worlds(2).run(case):
             assert equal and all(equal)
 
