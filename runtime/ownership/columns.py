@@ -23,13 +23,14 @@ NOISE = 0.3  # of the shares that decide which pattern is rounded up next
 
 
 class Columns:
-    """The patterns found so far, and in ``bound_us`` the best bound that they led to.
+    """The patterns found so far, and in ``bound_us`` the best bound that they led to, until ``deadline`` (monotonic).
 
-    Memory limits which patterns are kept. The bound knows no memory: it holds with a limit all the more.
+    Memory limits which patterns are kept. The bound knows no memory: it holds with a limit all the more. SolverError
+    where HiGHS fails.
     """
 
     def __init__(self, instance: Instance, counts: Counts, bound_us: float, deadline: float) -> None:
-        self._instance, self._deadline = instance, deadline
+        self._instance, self.deadline = instance, deadline
         self.bound_us = bound_us
         kinds = len(instance.members)
         alone = [tuple(int(kind == other) for other in range(kinds)) for kind in range(kinds)]
@@ -60,7 +61,7 @@ class Columns:
         counts = np.zeros((len(instance.members), instance.owners), dtype=np.int64)
         needed, used = instance.counts, 0
         sizes = np.arange(instance.table.shape[1])
-        while needed.any() and used < instance.owners and monotonic() < self._deadline:
+        while needed.any() and used < instance.owners and monotonic() < self.deadline:
             table = np.where(sizes <= needed[:, None], instance.table, np.inf)
             fitting = (p for p in self._within(limit_us) if all(k <= most for k, most in zip(p, needed, strict=True)))
             master = Master(needed, fitting)
@@ -93,7 +94,7 @@ class Columns:
             relaxed = master.solve()
             most, pattern = pricing.best(relaxed.values)
             yield relaxed, float(most[-1])
-            if most[-1] <= 1 + TOLERANCE or monotonic() > self._deadline:
+            if most[-1] <= 1 + TOLERANCE or monotonic() > self.deadline:
                 return
             pattern = self._within_memory(pattern, relaxed.values)
             if pattern in master.patterns:

@@ -15,6 +15,10 @@ TOLERANCE = 1e-6  # HiGHS's own is 1e-7
 MIP_NODES = 500  # of one search for whole owners: a limit that is the same on every machine
 
 
+class SolverError(Exception):
+    """HiGHS did not solve what has a solution."""
+
+
 @dataclass(frozen=True)
 class Relaxed:
     """Fractions of owners: ``owners`` in all, of each pattern ``shares``; ``values`` are what a matrix of each class is
@@ -54,8 +58,11 @@ class Master:
         self.patterns.append(pattern)
 
     def solve(self) -> Relaxed:
-        """By fractions of owners; the patterns must cover every class."""
+        """By fractions of owners; the patterns must cover every class. SolverError where HiGHS fails."""
         self._model.run()
+        status = self._model.getModelStatus()
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise SolverError(f"HiGHS ended with {self._model.modelStatusToString(status)}")
         solution = self._model.getSolution()
         owners = float(self._model.getInfo().objective_function_value)
         return Relaxed(owners, np.array(solution.col_value), np.maximum(np.array(solution.row_dual), 0.0))

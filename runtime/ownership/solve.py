@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
+from logging import getLogger
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.random import Generator
 
 from .bounds import simple_bound
 from .greedy import longest_first
@@ -21,6 +22,8 @@ CLOSE = 1e-3  # a slowest owner this near the bound, relatively, is near enough
 PASSES = 8  # of rounding; the same for all machines that have the time
 SEARCHING, BOUNDING = 0.15, 0.6  # of the time at most
 PACKING = 0.25  # of the time that is left, for one search by branch and bound
+
+logger = getLogger("dmuon_tune.runtime")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,11 @@ def solve(instance: Instance, seconds: float, seed: int) -> Solution:
 
 def has_highs() -> bool:
     """Whether the solver that column generation needs is installed (the extra ``ownership``)."""
-    return find_spec("highspy") is not None
+    try:
+        import highspy  # noqa: F401
+    except Exception:  # a broken installation stops no training
+        return False
+    return True
 
 
 def _is_close(instance: Instance, found: Solution) -> bool:
@@ -57,29 +64,38 @@ def _is_close(instance: Instance, found: Solution) -> bool:
 
 def _by_columns(instance: Instance, start: Solution, began: float, seconds: float, seed: int) -> Solution:
     from .columns import Columns
+    from .highs import SolverError
 
-    deadline = began + seconds
-    columns = Columns(instance, start.counts, start.bound_us, deadline)
-    limit_us = _least_limit(instance, columns, float(instance.loads(start.counts).max()), began + BOUNDING * seconds)
-    best = Solution(start.counts, columns.bound_us, "column generation")
-    rng = np.random.default_rng(seed)
-    for number in range(PASSES):
-        slack = 0.0015 * 1.7**number
-        for by_rounding in (True, False):
-            if _is_close(instance, best) or monotonic() > deadline:
-                return best
-            slowest_us = float(instance.loads(best.counts).max())
-            if by_rounding:
-                counts = columns.dive(min(limit_us * (1 + slack), (limit_us + slowest_us) / 2), rng)
-            else:
-                packing = PACKING * (deadline - monotonic())
-                counts = columns.pack(slowest_us * (1 - CLOSE), packing, seed + number)
-            if counts is None:
-                continue
-            counts = improve(instance, counts, deadline)
-            if instance.loads(counts).max() < slowest_us:
-                best = Solution(counts, columns.bound_us, "column generation")
+    columns = Columns(instance, start.counts, start.bound_us, began + seconds)
+    best, rng = start, np.random.default_rng(seed)
+    try:
+        slowest_us = float(instance.loads(start.counts).max())
+        limit_us = _least_limit(instance, columns, slowest_us, began + BOUNDING * seconds)
+        best = Solution(start.counts, columns.bound_us, "column generation")
+        for number in range(PASSES):
+            for by_rounding in (True, False):
+                if _is_close(instance, best) or monotonic() > columns.deadline:
+                    return best
+                best = _better(instance, columns, best, limit_us, number, rng if by_rounding else None, seed)
+    except SolverError as error:  # what there is by then is an assignment, too
+        logger.warning("owners are chosen without further column generation: %s", error)
     return best
+
+
+def _better(
+    instance: Instance, columns: Columns, best: Solution, limit_us: float, number: int, rng: Generator | None, seed: int
+) -> Solution:
+    """The better of ``best`` and what pass ``number`` finds by rounding (with ``rng``) or by branch and bound."""
+    slowest_us = float(instance.loads(best.counts).max())
+    if rng is not None:
+        counts = columns.dive(min(limit_us * (1 + 0.0015 * 1.7**number), (limit_us + slowest_us) / 2), rng)
+    else:
+        counts = columns.pack(slowest_us * (1 - CLOSE), PACKING * (columns.deadline - monotonic()), seed + number)
+    if counts is None:
+        return best
+    counts = improve(instance, counts, columns.deadline)
+    better = instance.loads(counts).max() < slowest_us
+    return Solution(counts, columns.bound_us, "column generation") if better else best
 
 
 def _least_limit(instance: Instance, columns: Columns, slowest_us: float, deadline: float) -> float:
@@ -89,7 +105,7 @@ def _least_limit(instance: Instance, columns: Columns, slowest_us: float, deadli
     limit = low * (1 + CLOSE)
     while high - low > CLOSE / 2 * low and monotonic() < deadline:
         needed = columns.relax(limit)
-        if needed <= instance.owners * (1 + 1e-9):
+        if needed <= instance.owners * (1 + 1e-6):
             high = limit
         else:
             low = max(limit, columns.bound_us)

@@ -100,7 +100,7 @@ def test_picture(run: Run, tuned: str, tmp_path: Path) -> None:
 
 
 def test_without_highs_it_says_so(run: Run, tuned: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solve, "find_spec", lambda name: None)
+    monkeypatch.setattr(solve, "has_highs", lambda: False)
     result = run("plan", "--shapes", "7x512x2048", "--world-size", "3", "--cache", tuned, "--device", "h200")
     assert result.code == 0 and "dmuon-tune[ownership]" in result.err
 

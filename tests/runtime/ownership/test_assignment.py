@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon_tune.errors import UsageError
-from dmuon_tune.runtime.ownership import Assignment, Costs, Work, assign, solve
+from dmuon_tune.runtime.ownership import Assignment, Costs, Work, assign, highs, solve
 from dmuon_tune.runtime.ownership.costs import Point
 
+UNHURRIED = settings(deadline=None, max_examples=40)
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
 
@@ -52,6 +53,7 @@ def models(draw: st.DrawFn) -> list[Work]:
     return work
 
 
+@UNHURRIED
 @given(models(), st.integers(1, 9))
 def test_every_matrix_has_one_owner_and_loads_are_the_costs(work: list[Work], owners: int) -> None:
     found = assign(work, owners, seconds=0.05)
@@ -62,6 +64,7 @@ def test_every_matrix_has_one_owner_and_loads_are_the_costs(work: list[Work], ow
     assert found.makespan_us <= assign(work, owners, seconds=0.0).makespan_us * (1 + 1e-9)
 
 
+@UNHURRIED
 @given(models(), st.integers(2, 6), st.floats(1.05, 3.0))
 def test_memory_is_kept_or_refused(work: list[Work], owners: int, slack: float) -> None:
     limit = int(sum(item.state_bytes for item in work) / owners * slack)
@@ -106,10 +109,29 @@ def test_the_same_seed_gives_the_same_owners() -> None:
 
 def test_without_highs_the_local_search_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     work = [Work(rows, 4, layer, costs((1, 10.0 + 7 * rows)), 1) for layer in range(5) for rows in range(1, 6)]
-    monkeypatch.setattr(solve, "find_spec", lambda name: None)
+    monkeypatch.setattr(solve, "has_highs", lambda: False)
     found = assign(work, 4, seconds=5.0)
     assert found.method == "local search"
     assert found.makespan_us <= assign(work, 4, seconds=0.0).makespan_us
+
+
+def test_a_solver_that_fails_leaves_what_there_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, random_instance: Callable[[int], list[Work]]
+) -> None:
+    solved = highs.Master.solve
+
+    def twice(master: highs.Master) -> highs.Relaxed:
+        calls.append(1)
+        if len(calls) > 2:
+            master._model.setOptionValue("simplex_iteration_limit", 0)
+        return solved(master)
+
+    calls: list[int] = []
+    monkeypatch.setattr(highs.Master, "solve", twice)
+    work = random_instance(5)
+    found = assign(work, 64, seconds=20.0)
+    assert found.makespan_us <= assign(work, 64, seconds=0.0).makespan_us
+    assert found.loads_us == pytest.approx(loads_of(work, found, 64)) and "HiGHS ended with" in caplog.text
 
 
 def test_no_output_of_the_solver(
@@ -130,6 +152,7 @@ def test_a_layer_is_spread_over_owners_and_nodes() -> None:
         assert len(owners) == 4 and len({owner // 2 for owner in owners}) == 4
 
 
+@UNHURRIED
 @given(models(), st.sampled_from([(4, 2), (6, 3), (8, 8)]))
 def test_spreading_changes_no_load(work: list[Work], size: tuple[int, int]) -> None:
     owners, nodes = size
