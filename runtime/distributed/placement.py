@@ -21,6 +21,7 @@ from ..blocks import Blocks
 from ..newton_schulz import GramNewtonSchulz
 from ..ownership import Assignment, Timed, Work, assign, batches, costs, costs_of, shares
 from ..ownership.profile import profile as time_steps
+from .agreement import Agreement, Wanted
 from .control import Control
 from .pieces import Layout, Matrix, Spans, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
 
@@ -130,17 +131,17 @@ def _timed(
 ) -> list[Timed]:
     """The model's own batches, each timed by one rank; collective. By chains of their own, whose buffers go again."""
     mine = shares(batches(groups, control.size), control.size)[control.rank]
+    own = GramNewtonSchulz(
+        chains.coefficients, chains.steps, chains.restarts, chains.dtype, layers=chains._layers, eps=chains.eps,
+        on_miss="heuristic", graphs=False,
+    )
+    Agreement(own, device, control).prepare(Wanted.of(group, dtype, "n", dtype) for group in mine)
     times, error = list[Timed](), None
     try:
-        own = GramNewtonSchulz(
-            chains.coefficients, chains.steps, chains.restarts, chains.dtype, layers=chains._layers, eps=chains.eps,
-            on_miss="heuristic", graphs=False,
-        )
         times = time_steps(mine, device, own, dtype)
     except Exception as raised:  # a kernel's launch may raise anything, and the other ranks wait
         error = raised
-    control.agree("profile", error=error)
-    every = control.gather([[t.group.batch, t.group.rows, t.group.cols, t.us] for t in times], "profile")
+    every = control.gather([[t.group.batch, t.group.rows, t.group.cols, t.us] for t in times], "profile", error)
     return [Timed(Group(int(batch), int(rows), int(cols)), us) for each in every for batch, rows, cols, us in each]
 
 

@@ -142,6 +142,16 @@ def test_a_kernel_that_fails_on_one_rank_is_replaced_on_all(
     assert "no compiler on this node (rank 1)" in warning and warning.endswith("the library runs instead")
 
 
+def test_a_first_rank_without_a_readable_cache_decides_by_the_policy(
+    worlds: Worlds, cache_file: Path, tmp_path: Path
+) -> None:
+    cache_file.write_bytes(b"no database" * 100)
+    first, second = worlds(2).run(case_plan, str(tmp_path), [[GROUP, OTHER]], None)
+    for each in (first, second):
+        assert {row["origin"] for row in each["rows"][0]} == {"library"}
+    assert any("is left out" in line and str(cache_file) in line for line in first["said"]) and not second["said"]
+
+
 def test_what_the_first_rank_cannot_decide_ends_all(worlds: Worlds, cache_file: Path, tmp_path: Path) -> None:
     first, second = worlds(2).outcomes(case_plan, str(tmp_path), [[GROUP, GROUP]], "error")
     assert MissingEntryError.__name__ in first.error and "run: dmuon-tune tune --shapes 1x16x64" in first.error
