@@ -8,15 +8,17 @@ import json
 import sys
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from dmuon_tune.errors import PeerError, said
 from dmuon_tune.words import counted
@@ -25,28 +27,34 @@ TIMEOUT_S = 600.0  # PyTorch's own for NCCL
 LOOK_S = 1.0  # a rank that waits says so after this time, and looks after each whether another has failed
 MESSAGE_BYTES = 4096  # of every agreement: gloo ends the process where two ranks' messages differ in size
 RECORD_BYTES = 4096  # of what a rank says about itself once an agreement has failed
+LATER_S = 5.0  # gloo gives up so much later than we, whose message says more
 _HEADER = 17  # whether it failed, eight bytes of where it is, their complement
 
 T = TypeVar("T")
 
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(count)  # of the controls of a group, by its name
+
 
 class Control:
-    """The ranks of ``group`` (default: all) over a gloo group on their CPUs; made by all of them together.
+    """The ranks of ``group`` (default: all) over gloo between their CPUs; made by all of them together.
 
     Every method that says *collective* is called by all ranks in the same order. Whatever fails raises on every rank:
     on the one that failed its own error, on the others PeerError with its reason. A wait ends after ``timeout``
     seconds; the error names what was waited for, the step and the ranks that did not arrive. From then on every call
     raises. ``rank`` and ``size`` are in the group, ``ranks`` global, as are those in messages; ``step`` is the
-    caller's to count. ``group`` carries its collectives.
+    caller's to count.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_S) -> None:
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self.rank, self.size = dist.get_rank(group), len(self.ranks)
+        within = group or dist.group.WORLD
+        assert within is not None
+        self.ranks: list[int] = dist.get_process_group_ranks(within)
+        self.rank, self.size = dist.get_rank(within), len(self.ranks)
         self.timeout, self.step = timeout, 0
-        some = self.size < dist.get_world_size()
-        self.group = dist.new_group(self.ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=some)
-        self._store = self.group.get_group_store()
+        self._store = PrefixStore(f"dmuon_tune {next(_numbers[within.group_name])}", within.get_group_store())
+        # No new_group: all ranks of the world would have to call it, or have been in equally many groups.
+        later = timedelta(seconds=timeout + LATER_S)
+        self._gloo: Any = ProcessGroupGloo(self._store, self.rank, self.size, later)
         self._broken = ""
         self._launched: deque[tuple[torch.Event, str, int]] = deque()
         atexit.register(_tell_unhandled, weakref.ref(self))
@@ -85,11 +93,11 @@ class Control:
                 error = raised
         self.agree(what, error=error)
         length = torch.tensor([len(text)])
-        self._run(lambda: dist.broadcast(length, self.ranks[0], self.group, async_op=True), what)
+        self._run(lambda: self._gloo.broadcast(length, 0), what)
         payload = torch.zeros(int(length), dtype=torch.uint8)
         if self.rank == 0:
             payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._run(lambda: dist.broadcast(payload, self.ranks[0], self.group, async_op=True), what)
+        self._run(lambda: self._gloo.broadcast(payload, 0), what)
         received = bytes(payload.tolist())
         self._same(received, what)
         decided: T = json.loads(received)
@@ -113,6 +121,12 @@ class Control:
         """PeerError on all, naming the ranks, where ``given``, as JSON, is not the first rank's; collective."""
         self.agree(what)
         self._same(json.dumps(given, sort_keys=True).encode(), what)
+
+    def all_to_all(
+        self, into: Tensor, given: Tensor, into_sizes: Sequence[int], given_sizes: Sequence[int], what: str
+    ) -> dist.Work:
+        """Start ``all_to_all_single`` of CPU tensors over this group's own connections."""
+        return self.post(lambda: self._gloo.alltoall_base(into, given, list(into_sizes), list(given_sizes)), what)
 
     def post(self, start: Callable[[], dist.Work], what: str) -> dist.Work:
         """Start a collective; PeerError where it cannot be started, because another rank is gone."""
@@ -163,13 +177,13 @@ class Control:
         return f"{what}, step {self.step}"
 
     def _largest(self, message: Tensor, what: str) -> Tensor:
-        self._run(lambda: dist.all_reduce(message, dist.ReduceOp.MAX, self.group, async_op=True), what)
+        self._run(lambda: self._gloo.allreduce(message, dist.ReduceOp.MAX), what)
         return message
 
     def _all(self, given: Tensor, what: str) -> Tensor:
         """Every rank's tensor, stacked."""
         found = given.new_empty(self.size, *given.shape)
-        self._run(lambda: dist.all_gather(list(found), given, self.group, async_op=True), what)
+        self._run(lambda: self._gloo.allgather(list(found), given), what)
         return found
 
     def _same(self, text: bytes, what: str) -> None:

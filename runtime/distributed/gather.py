@@ -86,9 +86,7 @@ class Gather:
         self._survey = survey(found, self._group, self.control, error)
         device = next(iter(devices), torch.device("cpu"))
         self._own(found, device)
-        # A gloo group with a collective in flight keeps a process from ending; control's has a timeout of ours.
-        carrying = self.control.group if device.type == "cpu" else self._group
-        exchange = Exchange(carrying, self.control, self.traffic, device)
+        exchange = Exchange(self._group, self.control, self.traffic, device)
         self._agreement = self._agreements.setdefault(device, Agreement(self._newton_schulz, device, self.control))
         self._pipeline = Pipeline(exchange, self._newton_schulz, device, self._survey.matrices, self.traffic)
         self._schedules.clear()

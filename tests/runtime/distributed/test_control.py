@@ -60,8 +60,16 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
     work = dist.all_reduce(torch.ones(3), async_op=True)
     ours.wait(work, "gradients")
     ours.wait(None, "nothing")
+    exchange(ours)
     ours.step += 1
     return {**found, "after": ours.agree("step", [rank])}
+
+
+def of_some(rank: int, size: int) -> list[list[int]]:
+    """Groups whose ranks have been in different numbers of others; two controls of one."""
+    dist.new_group([0, 1, 2])
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    return [Control(pairs[rank // 2], timeout=30).gather([rank], "ranks") for _ in range(2)]
 
 
 def broken() -> Any:
@@ -89,13 +97,25 @@ def test_what_all_ranks_agree_on(worlds: Worlds) -> None:
         assert answers["differs"].endswith("parameters, step 7: not the same on ranks 2-3 as on rank 0")
 
 
+def test_groups_of_some_ranks(worlds: Worlds) -> None:
+    found = worlds(4).run(of_some)
+    assert found == [[[[0], [1]]] * 2] * 2 + [[[[2], [3]]] * 2] * 2
+
+
 def one_killed(rank: int, size: int) -> None:
     ours = Control(timeout=30)
     ours.agree("step")
     ours.step += 1
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    ours.wait(dist.all_reduce(torch.ones(3), group=ours.group, async_op=True), "gradients of round 2")
+    exchange(ours)
+
+
+def exchange(ours: Control) -> None:
+    sizes, what = [2] * ours.size, "gradients of round 2"
+    given, into = torch.full((sum(sizes),), float(ours.rank)), torch.empty(sum(sizes))
+    ours.wait(ours.all_to_all(into, given, sizes, sizes, what), what, torch.device("cpu"))
+    assert into.tolist() == [float(rank) for rank in range(ours.size) for _ in range(2)]
 
 
 def one_raises(rank: int, size: int) -> None:
@@ -104,7 +124,7 @@ def one_raises(rank: int, size: int) -> None:
     with ours.guard("step"):
         if rank == 2:
             raise MemoryError("no room for round 2")
-        ours.wait(dist.all_reduce(torch.ones(3), group=ours.group, async_op=True), "gradients of round 2")
+        exchange(ours)
 
 
 def one_stays_away(rank: int, size: int) -> str:
