@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -106,21 +107,25 @@ def _sizes(by_rank: Sequence[Sequence[tuple[int, Fragment]]]) -> tuple[int, ...]
 
 
 class Room:
-    """A flat buffer that is kept from step to step and grows, and the views that its users have of it."""
+    """A flat buffer that is kept from step to step and grows, and the views of it that its users have while they live.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._views: dict[Any, Any] = {}
+        self._views: WeakKeyDictionary[Any, dict[torch.dtype, Any]] = WeakKeyDictionary()
 
     def view(self, user: Any, numel: int, dtype: torch.dtype, make: Callable[[Tensor], T]) -> T:
         """``make`` of the first ``numel`` elements; made once for each user and dtype while the buffer is the same."""
         nbytes = numel * dtype.itemsize
         if nbytes > self._bytes.numel():
+            if self._bytes.is_cuda:  # several streams may still use the old one
+                torch.cuda.synchronize(self._bytes.device)
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._bytes.device)
             self._views.clear()
-        if (user, dtype) not in self._views:
-            self._views[user, dtype] = make(self._bytes[:nbytes].view(dtype))
-        found: T = self._views[user, dtype]
+        views = self._views.setdefault(user, {})
+        if dtype not in views:
+            views[dtype] = make(self._bytes[:nbytes].view(dtype))
+        found: T = views[dtype]
         return found
 
 

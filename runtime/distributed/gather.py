@@ -63,6 +63,7 @@ class Gather:
         self._schedules: dict[tuple[int, ...], list[Stage]] = {}  # by what gradients there are
         self._whole: list[Stage] = []  # of a step in which every matrix moves
         self._checkpoints: dict[tuple[int, ...], list[Stage]] = {}  # by the parameters that have momentum
+        self._pipelines: dict[torch.device, Pipeline] = {}
         self._adamw = LocalAdamW()
 
     @property
@@ -88,7 +89,9 @@ class Gather:
         self._own(found, device)
         exchange = Exchange(self._group, self.control, self.traffic, device)
         self._agreement = self._agreements.setdefault(device, Agreement(self._newton_schulz, device, self.control))
-        self._pipeline = Pipeline(exchange, self._newton_schulz, device, self._survey.matrices, self.traffic)
+        fresh = Pipeline(exchange, self._newton_schulz, device, self.traffic)
+        self._pipeline = self._pipelines.setdefault(device, fresh)  # which keeps its buffers
+        self._pipeline.matrices = self._survey.matrices
         self._schedules.clear()
         self._checkpoints.clear()
         codes = [_code(each.tensor, each.tensor) if _moves(each) else NO_GRADIENT for each in found]

@@ -14,6 +14,7 @@ from ..batches import Kind, Setting
 from ..execution import Momentum
 from ..newton_schulz import GramNewtonSchulz
 from ..updates import Rate, move, move_by_numbers
+from .beside import Beside, Mark
 from .exchange import Exchange, Parcel, Posted, Room, Slot, Traffic, Transfer, copy
 from .pieces import Matrix, cut, local_of
 from .rounds import DEPTH, Round
@@ -83,41 +84,69 @@ class Pipeline:
     """Runs stages on one device: at most ``DEPTH`` rounds of gradients and two of updates are under way.
 
     All collectives are posted in the order of the stages, alike on all ranks. Buffers are kept from step to step.
-    On a GPU the host waits for nothing: the current stream packs, orthogonalizes and updates, the backend's carries.
+    On a GPU the host waits for nothing: the current stream orthogonalizes, a second one packs, unpacks and updates, and
+    the backend's carries.
     """
 
     def __init__(
-        self, exchange: Exchange, newton_schulz: GramNewtonSchulz, device: torch.device, matrices: Sequence[Matrix],
-        traffic: Traffic,
+        self, exchange: Exchange, newton_schulz: GramNewtonSchulz, device: torch.device, traffic: Traffic
     ) -> None:
-        self._exchange, self._newton_schulz, self._device = exchange, newton_schulz, device
-        self._matrices, self._traffic = matrices, traffic
+        self.matrices: Sequence[Matrix] = ()  # those that stages speak of
+        self._exchange, self._newton_schulz, self._traffic = exchange, newton_schulz, traffic
         self._inward, self._outward = ([Slot(device) for _ in range(DEPTH)] for _ in range(2))
-        self._inputs, self._polars = Room(device), Room(device)
+        self._inputs, self._polars = ([Room(device) for _ in range(2)] for _ in range(2))
+        self._beside = Beside(device)
 
     def run(self, stages: Sequence[Stage], moving: Moving) -> None:
         """One step of all of the stages' matrices."""
-        arriving = deque(
-            self._post_inward(stages, index, moving.gradient) for index in range(min(DEPTH, len(stages)))
-        )
+        if stages:
+            with self._beside.joined():
+                self._run(stages, moving)
+
+    def _run(self, stages: Sequence[Stage], moving: Moving) -> None:
+        beside, free = self._beside, deque[Mark]([None, None])  # when each buffer of polar factors has been read
+        with beside.stream():
+            arriving = deque(
+                self._post_inward(stages, index, moving.gradient) for index in range(min(DEPTH, len(stages)))
+            )
+            gradients, ready = self._next(stages, 0, arriving, moving)
         leaving: Posted | None = None
         for index, stage in enumerate(stages):
-            gradients = self._assembled(stage, arriving.popleft(), moving.gradient)
-            if index + DEPTH < len(stages):
-                arriving.append(self._post_inward(stages, index + DEPTH, moving.gradient))
-            sends, kept = self._orthogonalized(stage, gradients, moving)
-            posted = self._post_outward(stage, index, sends)
-            self._update(stage.outward.kept, kept, moving)
-            if leaving is not None:
-                self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
+            beside.wait(ready)
+            beside.wait(free.popleft())
+            sends, kept = self._orthogonalized(stage, index, gradients, moving)
+            done = beside.mark()
+            with beside.stream():
+                if index + 1 < len(stages):  # before the wait for this chain: the next one needs it
+                    gradients, ready = self._next(stages, index + 1, arriving, moving)
+            with beside.stream(after=done):
+                posted = self._post_outward(stage, index, sends)
+                self._update(stage.outward.kept, kept, moving)
+                free.append(beside.mark())
+                if leaving is not None:
+                    self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
             leaving = posted
         if leaving is not None:
-            self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
+            with beside.stream():
+                self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
+
+    def _next(
+        self, stages: Sequence[Stage], index: int, arriving: deque[Posted], moving: Moving
+    ) -> tuple[list[Tensor], Mark]:
+        """A stage's gradients, and when they are there; those of the stage that takes its buffers are then posted.
+
+        The chain that has read this one's matrices' buffer before, of two, is one that this stream has waited for.
+        """
+        gradients = self._assembled(stages[index], index, arriving.popleft(), moving.gradient)
+        ready = self._beside.mark()
+        if index + DEPTH < len(stages):
+            arriving.append(self._post_inward(stages, index + DEPTH, moving.gradient))
+        return gradients, ready
 
     def collected(self, stages: Sequence[Stage], local: Local) -> Iterator[tuple[int, Tensor]]:
         """(Place, matrix) of those that this rank owns, from what the ranks hold of them; copies."""
         for index, stage in enumerate(stages):
-            whole = self._assembled(stage, self._post_inward(stages, index, local, "momentum"), local)
+            whole = self._assembled(stage, index, self._post_inward(stages, index, local, "momentum"), local)
             yield from ((place, matrix.clone()) for place, matrix in zip(stage.batch, whole, strict=True))
 
     def spread(self, stages: Sequence[Stage], owned: Mapping[int, Tensor], local: Local) -> None:
@@ -134,14 +163,14 @@ class Pipeline:
         slot, what = self._inward[index % DEPTH], f"{what} of round {index}"
         return self._exchange.post(stage.inward, stage.gradient_dtype, slot, given, what)
 
-    def _assembled(self, stage: Stage, posted: Posted, local: Local) -> list[Tensor]:
+    def _assembled(self, stage: Stage, index: int, posted: Posted, local: Local) -> list[Tensor]:
         """The matrices of this rank's batch, (rows, cols) each; one that is here as a whole is not copied."""
         received, kept = self._exchange.wait(posted), stage.inward.kept
         if not received and len(kept) == len(stage.batch):
             held = self._held(kept, local)
-            return [self._matrices[place].flat(part) for place, part in zip(stage.batch, held, strict=True)]
+            return [self.matrices[place].flat(part) for place, part in zip(stage.batch, held, strict=True)]
         numel = len(stage.batch) * self._numel(stage)
-        matrices, into, into_kept = self._inputs.view(
+        matrices, into, into_kept = self._inputs[index % 2].view(
             stage, numel, stage.gradient_dtype, lambda flat: self._places(stage, flat)
         )
         copy(into, received)
@@ -154,16 +183,16 @@ class Pipeline:
         return matrices, self._parts(stage, matrices, inward.receives), self._parts(stage, matrices, inward.kept)
 
     def _batch(self, stage: Stage, flat: Tensor) -> Tensor:
-        first = self._matrices[stage.batch[0]] if stage.batch else None
+        first = self.matrices[stage.batch[0]] if stage.batch else None
         return flat.view(len(stage.batch), first.rows, first.cols) if first else flat.view(0, 1, 1)
 
     def _numel(self, stage: Stage) -> int:
-        first = self._matrices[stage.batch[0]] if stage.batch else None
+        first = self.matrices[stage.batch[0]] if stage.batch else None
         return first.rows * first.cols if first else 0
 
     def _parts(self, stage: Stage, matrices: Sequence[Tensor], parcels: Sequence[Parcel]) -> list[Tensor]:
         """The views that parcels are of this batch's matrices."""
-        boxed = {place: self._matrices[place].boxed(each) for place, each in zip(stage.batch, matrices, strict=True)}
+        boxed = {place: self.matrices[place].boxed(each) for place, each in zip(stage.batch, matrices, strict=True)}
         return [cut(boxed[parcel.matrix], parcel.fragment.place) for parcel in parcels]
 
     def _leaving(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -178,17 +207,18 @@ class Pipeline:
 
     def _held(self, parcels: Sequence[Parcel], local: Local) -> list[Tensor]:
         """The views that parcels are of what this rank holds."""
-        return [cut(local(self._matrices[parcel.matrix]), parcel.fragment.local) for parcel in parcels]
+        return [cut(local(self.matrices[parcel.matrix]), parcel.fragment.local) for parcel in parcels]
 
     def _orthogonalized(
-        self, stage: Stage, gradients: Sequence[Tensor], moving: Moving
+        self, stage: Stage, index: int, gradients: Sequence[Tensor], moving: Moving
     ) -> tuple[list[Tensor], list[Tensor]]:
         """What leaves and what is kept of the polar factors of this rank's batch, in the weights' dtype."""
         numel = len(stage.batch) * self._numel(stage)
-        polars, leaving = self._polars.view(stage, numel, stage.dtype, lambda flat: self._results(stage, flat))
+        room = self._polars[index % 2]
+        polars, leaving = room.view(stage, numel, stage.dtype, lambda flat: self._results(stage, flat))
         kinds = self.kinds(stage, moving)
         for kind, some in kinds.items():
-            momenta = tuple([moving.momentum(self._matrices[stage.batch[at]]) for at in some])
+            momenta = tuple([moving.momentum(self.matrices[stage.batch[at]]) for at in some])
             given = [gradients[at] for at in some]
             # The options of their groups seldom part matrices that are together in a batch.
             into = polars if len(kinds) == 1 else torch.empty_like(polars[: len(some)])
@@ -203,7 +233,7 @@ class Pipeline:
         """The places in this rank's batch, by what matrices must share to run together."""
         kinds: dict[Kind, list[int]] = {}
         for at, place in enumerate(stage.batch):
-            kinds.setdefault(moving.kind(self._matrices[place], stage.gradient_dtype), []).append(at)
+            kinds.setdefault(moving.kind(self.matrices[place], stage.gradient_dtype), []).append(at)
         return kinds
 
     def _post_outward(self, stage: Stage, index: int, given: Sequence[Tensor], what: str = "updates") -> Posted:
@@ -216,7 +246,7 @@ class Pipeline:
             return
         with record_function("Muon: apply"):
             weights = self._held(parcels, moving.weight)
-            rates = [moving.rate(self._matrices[parcel.matrix]) for parcel in parcels]
+            rates = [moving.rate(self.matrices[parcel.matrix]) for parcel in parcels]
             plain = [at for at, rate in enumerate(rates) if rate.plain]
             by_shape: dict[torch.Size, list[int]] = {}
             for at, rate in enumerate(rates):
