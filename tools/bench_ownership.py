@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 
 import numpy as np
+from _runner import Parser, run
 
 from dmuon_tune.runtime.ownership import Costs, Work, assign
 from dmuon_tune.runtime.ownership.costs import Point
@@ -40,12 +42,12 @@ def instance(seed: int, classes: int = 12, matrices: int = 400) -> list[Work]:
     return work
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=20, metavar="N", help="default: 20")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each solution (default: 2)")
     parser.add_argument("--format", choices=("table", "json"), default="table")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     rows = []
     for number in range(args.instances):
         owners, work = OWNERS[number % len(OWNERS)], instance(number)
@@ -65,4 +67,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run("bench_ownership", main))
