@@ -145,6 +145,7 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.removeprefix("module."): p for name, p in model.named_parameters()}
 
 
+@functools.cache
 def places_of(make: Callable[[], nn.Module], layout: str, size: int) -> dict[str, Tensor]:
     """The flat indices of the elements that this rank holds of each parameter, shaped as it holds them.
 

@@ -14,8 +14,8 @@ from .world import Worlds
 
 
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_every_layout(worlds: Worlds, size: int) -> None:
-    plan = Steps(scheduled=True)
+def test_twenty_steps_in_every_layout(worlds: Worlds, size: int) -> None:
+    plan = Steps(steps=20, scheduled=True)
     wanted = alone(plan)
     for layout in LAYOUTS[size]:
         assert_as_alone(worlds(size), layout, plan, wanted)

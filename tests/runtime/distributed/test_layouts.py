@@ -21,13 +21,12 @@ def moved(rank: int, size: int, layout: str) -> dict[str, tuple[Tensor, Tensor]]
     return {name: (places[name], local(p)) for name, p in parameters.items()}
 
 
-@pytest.mark.parametrize("size", LAYOUTS)
-def test_every_element_gets_its_gradient(worlds: Worlds, size: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS[4])
+def test_every_element_gets_its_gradient(worlds: Worlds, layout: str) -> None:
     model = Toy()
     for name, gradient in gradients({name: p.shape for name, p in model.named_parameters()}, 0).items():
         model.get_parameter(name).grad = gradient
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
-    for layout in LAYOUTS[size]:
-        found = whole({name: p.shape for name, p in model.named_parameters()}, worlds(size).run(moved, layout))
-        for name, values in found:
-            assert torch.equal(values, model.get_parameter(name)), (layout, name)
+    found = whole({name: p.shape for name, p in model.named_parameters()}, worlds(4).run(moved, layout))
+    for name, values in found:
+        assert torch.equal(values, model.get_parameter(name)), name

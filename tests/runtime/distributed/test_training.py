@@ -118,9 +118,9 @@ def check_clipping(model: nn.Module, twin: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[4])
-def test_twenty_steps(worlds: Worlds, layout: str) -> None:
-    for losses in worlds(4).run(trained, layout, 20):
-        assert losses[-1] < losses[0] - 0.5, losses
+def test_forward_backward_and_step(worlds: Worlds, layout: str) -> None:
+    for losses in worlds(4).run(trained, layout, 6):
+        assert losses[-1] < losses[0] - 0.1, losses
 
 
 @pytest.mark.parametrize(("layout", "how"), [
@@ -129,4 +129,4 @@ def test_twenty_steps(worlds: Worlds, layout: str) -> None:
     ("fsdp", "checkpointed"), ("fsdp", "compiled"), ("ddp", "idle"),
 ])
 def test_what_training_scripts_do(worlds: Worlds, layout: str, how: str) -> None:
-    worlds(4 if layout == "tp" else 2).run(trained, layout, 3, how)
+    worlds(4 if layout == "tp" else 2).run(trained, layout, 2, how)

@@ -27,7 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 PRELOADED = [  # the compiler because optimizers and DTensors import it at their first use
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-    "torch._dynamo", "torch._inductor.utils", "dmuon_tune.runtime",
+    "torch._dynamo", "torch._inductor.utils", "dmuon_tune.runtime.distributed.gather",
+    *(f"dmuon_tune.kernel_specs.{path.stem}" for path in sorted((ROOT / "kernel_specs").glob("[a-z]*.py"))),
 ]
 VARIABLES = "DMUON_TUNE_"  # those of the caller hold for a case
 TIMEOUT_S = 60.0  # of a case, until its ranks are asked for their stacks and killed
