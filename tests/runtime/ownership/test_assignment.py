@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -41,15 +42,15 @@ def loads_of(work: Sequence[Work], found: Assignment, owners: int) -> list[float
 
 
 @st.composite
-def models(draw: st.DrawFn) -> list[Work]:
-    """Some layers of some shapes, each with costs of its own."""
+def models(draw: st.DrawFn, most: int = 12) -> list[Work]:
+    """Some layers, up to ``most``, of some shapes, each with costs of its own."""
     work = []
     for rows in range(1, draw(st.integers(1, 4)) + 1):
         alone = draw(st.floats(1.0, 500.0))
         batched = draw(st.floats(0.3, 1.0))
         priced = costs((1, alone), (2, 2 * alone * batched), (8, 8 * alone * batched**2))
         state = draw(st.integers(1, 50))
-        work += [Work(rows, 64, layer, priced, state) for layer in range(draw(st.integers(1, 12)))]
+        work += [Work(rows, 64, layer, priced, state) for layer in range(draw(st.integers(1, most)))]
     return work
 
 
@@ -62,6 +63,16 @@ def test_every_matrix_has_one_owner_and_loads_are_the_costs(work: list[Work], ow
     assert found.makespan_us == max(found.loads_us)
     assert found.bound_us <= found.makespan_us * (1 + 1e-9)
     assert found.makespan_us <= assign(work, owners, seconds=0.0).makespan_us * (1 + 1e-9)
+
+
+@UNHURRIED
+@given(models(most=2), st.integers(2, 3))
+def test_the_bound_is_one_and_the_best_is_found(work: list[Work], owners: int) -> None:
+    every = (Assignment(owner, (), 0.0, "") for owner in product(range(owners), repeat=len(work)))
+    best = min(max(loads_of(work, each, owners)) for each in every)
+    found = assign(work, owners, seconds=5.0)
+    assert found.bound_us <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= found.makespan_us <= best * 1.05
 
 
 @UNHURRIED
