@@ -26,9 +26,10 @@ FAST = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "max_conn
 LONGEST = (  # files that 'make test' begins with, so that no worker is left with one of them at the end
     "search/test_tune.py", "kernel_specs/test_cutedsl.py", "kernel_specs/test_tilelang.py", "search/test_sharing.py",
     "cli/test_errors.py", "cli/test_tune.py", "kernel_specs/test_polar_cutedsl.py", "measure/test_executor.py",
-    "search/test_kills.py", "tools/test_bench_ns.py", "search/test_replay.py", "measure/test_race.py",
-    "tools/test_bench_train.py", "kernel_specs/test_interpreter.py", "test_contributing.py", "cli/test_imports.py",
-    "test_packaging.py",
+    "runtime/distributed/test_equality.py", "runtime/distributed/test_training.py",
+    "runtime/distributed/test_resume.py", "search/test_kills.py", "tools/test_bench_ns.py", "search/test_replay.py",
+    "measure/test_race.py", "tools/test_bench_train.py", "kernel_specs/test_interpreter.py", "test_contributing.py",
+    "cli/test_imports.py", "test_packaging.py",
 )
 
 
