@@ -104,7 +104,7 @@ def owners_of(
     counts = Counter((matrix.rows, matrix.cols) for matrix in matrices)
     groups = [Group(count, *shape) for shape, count in counts.items()]
     dtypes = [found[matrix.parameter].tensor.dtype for matrix in matrices]
-    measured = _timed(groups, chains, device, dtypes[0], control) if profile else None
+    measured = _timed(groups, chains, device, dtypes[0], bucket_bytes, control) if profile else None
 
     def decided() -> list[Any]:
         arithmetic = chains.steps, chains.restarts
@@ -127,10 +127,12 @@ def owners_of(
 
 
 def _timed(
-    groups: Sequence[Group], chains: GramNewtonSchulz, device: torch.device, dtype: torch.dtype, control: Control
+    groups: Sequence[Group], chains: GramNewtonSchulz, device: torch.device, dtype: torch.dtype, bucket_bytes: int,
+    control: Control,
 ) -> list[Timed]:
     """The model's own batches, each timed by one rank; collective. By chains of their own, whose buffers go again."""
-    mine = shares(batches(groups, control.size), control.size)[control.rank]
+    wanted = batches(groups, control.size, bucket_bytes // dtype.itemsize)
+    mine = shares(wanted, control.size)[control.rank]
     own = GramNewtonSchulz(
         chains.coefficients, chains.steps, chains.restarts, chains.dtype, layers=chains._layers, eps=chains.eps,
         on_miss="heuristic", graphs=False,

@@ -22,16 +22,16 @@ from .pricing import Timed, flops
 MU = 0.95  # Muon's default
 
 
-def batches(groups: Iterable[Group], owners: int) -> list[Group]:
+def batches(groups: Iterable[Group], owners: int, most_elements: int = MAX_BATCH_ELEMENTS) -> list[Group]:
     """What is to be timed of a model's ``groups`` that ``owners`` share: of each shape batches of 1, 2, 4 and so on, up
-    to the first that is more than an owner gets, or to all that run at once."""
+    to the first that is more than an owner gets, or to all that run at once (``most_elements``, or one matrix)."""
     checks.integer("owners", owners)
     totals: dict[tuple[int, int], int] = {}
     for group in groups:
         totals[group.rows, group.cols] = totals.get((group.rows, group.cols), 0) + group.batch
     found = []
     for (rows, cols), total in totals.items():
-        most = min(total, max(1, MAX_BATCH_ELEMENTS // (rows * cols)))
+        most = min(total, max(1, min(most_elements, MAX_BATCH_ELEMENTS) // (rows * cols)))
         size = 1
         while size < most and size <= -(-total // owners):
             found.append(Group(size, rows, cols))
@@ -54,13 +54,12 @@ def profile(
     """Time each group's whole step of an owner on ``device``: from random gradients of ``dtype``, by Nesterov momentum
     and ``newton_schulz`` (default: one with default options), to polar factors of that dtype."""
     chains = GramNewtonSchulz() if newton_schulz is None else newton_schulz
-    with device_context(device):
+    with device_context(device), chains.looking_up():
         return [Timed(group, _step_us(group, device, chains, dtype)) for group in groups]
 
 
 def _step_us(group: Group, device: torch.device, chains: GramNewtonSchulz, dtype: torch.dtype) -> float:
     shape = group.batch, group.rows, group.cols
     gradients, momenta = (torch.randn(shape, device=device).to(dtype).unbind() for _ in range(2))
-    polars = torch.empty(shape, dtype=dtype, device=device).unbind()
-    rates, momentum = [(0.0, -1.0)] * group.batch, Momentum("n", momenta, MU)
-    return median(time_warm(lambda: chains.step(polars, gradients, momentum, rates), str(device)).samples_us)
+    polars, momentum = torch.empty(shape, dtype=dtype, device=device), Momentum("n", momenta, MU)
+    return median(time_warm(lambda: chains.directions(gradients, momentum, polars), str(device)).samples_us)

@@ -89,6 +89,8 @@ def test_what_is_timed_covers_what_an_owner_gets() -> None:
     sizes = [group.batch for group in batches([Group(19, 64, 32), Group(18, 64, 32), Group(1, 8, 8)], 8)]
     assert sizes == [1, 2, 4, 8, 1]  # 37 of eight owners: five each
     assert [group.batch for group in batches([Group(3, 64, 32)], 1)] == [1, 2, 3]
+    assert [group.batch for group in batches([Group(9, 64, 32)], 1, 5 * 64 * 32)] == [1, 2, 4, 5]
+    assert [group.batch for group in batches([Group(9, 64, 32)], 1, 10)] == [1]
 
 
 def test_ranks_share_the_timing() -> None:
