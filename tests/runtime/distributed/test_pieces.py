@@ -63,7 +63,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(shape, (tuple(range(prod(mesh_shape))),), mesh_shape, cuts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layouts(), st.data())
 def test_every_rank_holds_what_pytorch_gives_it(layout: Layout, data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from(layout.meshes[0]))
@@ -123,7 +123,7 @@ def models(draw: st.DrawFn) -> tuple[list[Layout], list[Blocks], list[Matrix], l
     return found, ways, matrices, [draw(st.integers(0, size - 1)) for _ in matrices]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(models(), st.sampled_from([1, 100, 10**6]))
 def test_every_element_goes_to_the_owner_and_back(
     model: tuple[list[Layout], list[Blocks], list[Matrix], list[int]], bucket_bytes: int
