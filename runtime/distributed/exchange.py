@@ -118,7 +118,7 @@ class Room:
         """``make`` of the first ``numel`` elements; made once for each user and dtype while the buffer is the same."""
         nbytes = numel * dtype.itemsize
         if nbytes > self._bytes.numel():
-            if self._bytes.is_cuda:  # several streams may still use the old one
+            if self._bytes.is_cuda and self._bytes.numel():  # several streams may still use it
                 torch.cuda.synchronize(self._bytes.device)
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._bytes.device)
             self._views.clear()
