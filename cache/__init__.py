@@ -10,16 +10,17 @@ from .bundle import is_bundle, opened_bundle, take_artefacts, write_bundle
 from .chains import ChainKey, ChainTrial
 from .checked import Checked
 from .claims import Claims
-from .contents import Contents, Result, contents_of, keep, retain
+from .contents import Contents, contents_of, keep, retain
 from .key import TuningKey
 from .layers import LayerDescription, Layers
 from .merging import Conflict, conflicts, differences, gains, merged
 from .paths import user_cache_path
-from .store import CacheEntry, Store, Trial
+from .results import CacheEntry, Trial
+from .store import Store
 
 __all__ = [
     "Artefact", "ArtefactError", "ArtefactStore", "CacheEntry", "ChainKey", "ChainTrial", "Checked", "Claims",
-    "Conflict", "Contents", "LayerDescription", "Layers", "Result", "Store", "Trial", "TuningKey", "conflicts",
+    "Conflict", "Contents", "LayerDescription", "Layers", "Store", "Trial", "TuningKey", "conflicts",
     "contents_of", "differences", "gains", "is_bundle", "keep", "merged", "opened_bundle", "retain",
     "take_artefacts", "user_cache_path", "write_bundle",
 ]

@@ -47,11 +47,23 @@ class ChainTrial:
     """A timed chain's best outcome, failures included. ``max_rel_err`` of the measurement is the relative Frobenius
     distance to the exact polar factor; ``created_at`` is ISO 8601 in UTC."""
 
-    key_sha256: str
-    recipe: Recipe
-    device: DeviceFingerprint
+    key: ChainKey
     measurement: Measurement
+    provenance: dict[str, Any]
     created_at: str
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What it is the result of, as text."""
+        return (self.key.sha256,)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.key.recipe
+
+    @property
+    def device(self) -> DeviceFingerprint:
+        return self.key.device
 
 
 class ChainRow(Outcome, Base):
@@ -71,4 +83,5 @@ class ChainRow(Outcome, Base):
 
     def value(self) -> ChainTrial:
         recipe = Recipe.from_dict({"batch_costs": [], **self.recipe})
-        return ChainTrial(self.sha256, recipe, self.device.value(), self.measurement(), self.created_at)
+        key = ChainKey(recipe, self.code_digest, self.device.value())
+        return ChainTrial(key, self.measurement(), self.provenance, self.created_at)

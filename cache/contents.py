@@ -12,11 +12,11 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session, lazyload
 
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.measurement import Measurement, best_of
+from dmuon_tune.measurement import best_of
 from dmuon_tune.recipe import Recipe
 
 from .artefacts import artefact_id
-from .chains import ChainKey, ChainRow
+from .chains import ChainRow, ChainTrial
 from .key import TuningKey
 from .models import (
     IMPORTED,
@@ -31,47 +31,13 @@ from .models import (
     WinnerRow,
     canonical,
 )
-from .store import Store, config_of, measurement_columns
+from .results import Trial
+from .rows import chain_columns, key_columns, measurement_columns, recipe_columns, trial_of
+from .store import Store
 
 EPOCH = "1970-01-01T00:00:00.000+00:00"
 ROWS_AT_ONCE = 500  # of a statement's parameters, which databases limit
 DATA_TABLES = (WinnerRow, TrialRow, KeyRow, RecipeRow, ChainRow, ProblemRow, KernelRow, ToolchainRow, DeviceRow)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One configuration's best outcome under its key, failures included; ``created_at`` is ISO 8601 in UTC."""
-
-    key: TuningKey
-    config: dict[str, Any]
-    measurement: Measurement
-    validation: str
-    provenance: dict[str, Any]
-    created_at: str
-
-    @cached_property
-    def identity(self) -> tuple[str, str]:
-        return self.key.sha256, canonical(self.config)
-
-    @property
-    def imported(self) -> str | None:
-        """The bundle that it came with; None where it was measured here."""
-        name: str | None = self.provenance.get(IMPORTED)
-        return name
-
-
-@dataclass(frozen=True)
-class TimedChain:
-    """One whole chain's best outcome, as :class:`Result`."""
-
-    key: ChainKey
-    measurement: Measurement
-    provenance: dict[str, Any]
-    created_at: str
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        return (self.key.sha256,)
 
 
 @dataclass(frozen=True)
@@ -91,9 +57,9 @@ class KeptRecipe:
 class Contents:
     """All that a cache holds but for what runs have claimed."""
 
-    results: tuple[Result, ...] = ()
+    results: tuple[Trial, ...] = ()
     recipes: tuple[KeptRecipe, ...] = ()
-    chains: tuple[TimedChain, ...] = ()
+    chains: tuple[ChainTrial, ...] = ()
 
     @cached_property
     def artefact_ids(self) -> frozenset[str]:
@@ -101,9 +67,9 @@ class Contents:
         return frozenset(artefact_id(result.key.sha256, result.config) for result in self.results)
 
     @cached_property
-    def winners(self) -> tuple[Result, ...]:
+    def winners(self) -> tuple[Trial, ...]:
         """Each key's best ok result, in the results' order."""
-        by_key: dict[str, list[Result]] = defaultdict(list)
+        by_key: dict[str, list[Trial]] = defaultdict(list)
         for result in self.results:
             if result.measurement.ok:
                 by_key[result.key.sha256].append(result)
@@ -134,7 +100,7 @@ class Contents:
         results = (replace(result, provenance={**result.provenance, IMPORTED: name}) for result in self.results)
         return replace(self, results=tuple(results))
 
-    def kept(self, wanted: Callable[[Result], bool]) -> Contents:
+    def kept(self, wanted: Callable[[Trial], bool]) -> Contents:
         """The wanted results, and what was chosen or timed with such alone."""
         results = tuple(filter(wanted, self.results))
         gone = {result.key.sha256 for result in self.results} - {result.key.sha256 for result in results}
@@ -150,7 +116,7 @@ def _shipped(provenance: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in provenance.items() if name != IMPORTED}
 
 
-def _date(kept: Result | TimedChain) -> str:
+def _date(kept: Trial | ChainTrial) -> str:
     return str(kept.provenance.get("date") or EPOCH)
 
 
@@ -164,7 +130,7 @@ def read(session: Session) -> Contents:
     keys = {row.id: _sound(row) for row in session.scalars(select(KeyRow))}
     return Contents(
         tuple(
-            Result(keys[row.key_id], config_of(row), row.measurement(), row.validation, row.provenance, row.created_at)
+            trial_of(row, keys[row.key_id])
             for row in session.scalars(select(TrialRow).options(lazyload(TrialRow.key)).order_by(TrialRow.id))
         ),
         tuple(
@@ -173,13 +139,7 @@ def read(session: Session) -> Contents:
                 select(RecipeRow, DeviceRow).join(DeviceRow, RecipeRow.device_id == DeviceRow.id).order_by(RecipeRow.id)
             )
         ),
-        tuple(
-            TimedChain(
-                ChainKey(row.value().recipe, row.code_digest, row.device.value()), row.measurement(), row.provenance,
-                row.created_at,
-            )
-            for row in session.scalars(select(ChainRow).order_by(ChainRow.id))
-        ),
+        tuple(row.value() for row in session.scalars(select(ChainRow).order_by(ChainRow.id))),
     )
 
 
@@ -231,32 +191,21 @@ class _Writing:
         self._upsert_all(RecipeRow, list(RecipeRow.IDENTITY), [self._recipe(kept) for kept in contents.recipes])
         self._upsert_all(ChainRow, ["sha256"], [
             {
-                "sha256": chain.key.sha256, "device_id": self._id(DeviceRow, chain.key.device.to_dict()),
-                "recipe": chain.key.identity(), "code_digest": chain.key.code_digest, "provenance": chain.provenance,
-                "created_at": chain.created_at, **measurement_columns(chain.measurement),
+                **chain_columns(chain.key, self._id), "provenance": chain.provenance, "created_at": chain.created_at,
+                **measurement_columns(chain.measurement),
             }
             for chain in contents.chains
         ])
 
     def _recipe(self, kept: KeptRecipe) -> dict[str, Any]:
-        group, fields = kept.recipe.group, kept.recipe.to_dict()
-        return {
-            "device_id": self._id(DeviceRow, kept.device.to_dict()), "batch": group.batch, "rows": group.rows,
-            "cols": group.cols, **{name: fields[name] for name in RecipeRow.FIELDS}, "created_at": kept.created_at,
-        }
+        device_id = self._id(DeviceRow, kept.device.to_dict())
+        return {"device_id": device_id, **recipe_columns(kept.recipe), "created_at": kept.created_at}
 
     def _key_ids(self, keys: dict[str, TuningKey]) -> dict[str, int]:
         """The rows of these keys, made where there are none, locked until the transaction ends."""
         ids = self._found(keys)
-        self._upsert_all(KeyRow, None, [
-            {
-                "sha256": sha256, "problem_id": self._id(ProblemRow, key.problem.to_dict()),
-                "kernel_id": self._id(KernelRow, {"name": key.kernel, "spec_digest": key.spec_digest}),
-                "device_id": self._id(DeviceRow, key.device.to_dict()),
-                "toolchain_id": self._id(ToolchainRow, key.toolchain.to_dict()), "validation": key.validation,
-            }
-            for sha256, key in keys.items() if sha256 not in ids
-        ])
+        missing = [key for sha256, key in keys.items() if sha256 not in ids]
+        self._upsert_all(KeyRow, None, [key_columns(key, self._id) for key in missing])
         return ids if len(ids) == len(keys) else self._found(keys)
 
     def _found(self, keys: dict[str, TuningKey]) -> dict[str, int]:

@@ -21,7 +21,8 @@ from .artefacts import Artefact, ArtefactError, ArtefactStore
 from .checked import Checked
 from .database import describe, locate
 from .paths import listed_caches, site_cache_paths, user_cache_path
-from .store import CacheEntry, Store
+from .results import CacheEntry
+from .store import Store
 
 ENTRY_POINT_GROUP = "dmuon_tune.caches"
 PATH_LABEL, USER_LABEL, SITE_LABEL, PACKAGE_LABEL = "path", "user", "site", "package"

@@ -16,6 +16,8 @@ from dmuon_tune.recipe import Recipe
 
 from .key import TuningKey
 from .models import DeviceRow, ProblemRow, RecipeRow
+from .results import CacheEntry
+from .rows import sound_config
 
 MEASURED = ("status", "median_us", "p20_us", "p80_us", "samples", "max_rel_err", "resources", "log")
 OF_KEY = ("kernel.name", "kernel.spec_digest", "chain.backend", "chain.versions", "held.validation", "device.name")
@@ -45,8 +47,8 @@ def entries_sql(of_problem: bool, of_device: bool) -> TextClause:
         {'WHERE ' + where if where else ''} ORDER BY best.median_us, best.key_id""")
 
 
-def entry_of(row: Row[Any]) -> tuple[TuningKey, dict[str, Any], Measurement, str, dict[str, Any]]:
-    """The parts of a CacheEntry; ValueError and the like for what is none."""
+def entry_of(row: Row[Any]) -> CacheEntry:
+    """ValueError and the like for what is none."""
     values: list[Any] = list(row)
     (kernel, digest, backend, versions, checked, name), values = values[: len(OF_KEY)], values[len(OF_KEY) :]
     limits, values = values[: len(DeviceRow.IDENTITY)], values[len(DeviceRow.IDENTITY) :]
@@ -56,7 +58,7 @@ def entry_of(row: Row[Any]) -> tuple[TuningKey, dict[str, Any], Measurement, str
     key = TuningKey(Problem(*fields), kernel, digest, DeviceFingerprint(name, *limits), toolchain, checked)
     times = (median_us, p20_us, p80_us, tuple(json.loads(samples)))
     measurement = Measurement(status, *times, error, json.loads(resources), log)
-    return key, json.loads(config), measurement, validation, json.loads(provenance)
+    return CacheEntry(key, sound_config(json.loads(config)), measurement, validation, json.loads(provenance))
 
 
 @cache

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from dmuon_tune.measurement import Measurement
 
-from .contents import Contents, KeptRecipe, Result, TimedChain
+from .chains import ChainTrial
+from .contents import Contents, KeptRecipe
 from .models import canonical
+from .results import Trial
 
-Kept = TypeVar("Kept", Result, KeptRecipe, TimedChain)
+Kept = TypeVar("Kept", Trial, KeptRecipe, ChainTrial)
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ def differences(first: Contents, second: Contents) -> Iterator[Conflict]:
             yield Conflict(about, known.device.name, _recipe_text(here), _recipe_text(there))
 
 
-def _conflict(one: Result | None, two: Result | None) -> Conflict:
+def _conflict(one: Trial | None, two: Trial | None) -> Conflict:
     known = one or two
     assert known is not None
     about = f"{known.key.problem.label()} {known.key.kernel}"
     return Conflict(about, known.key.device.name, _result_text(one), _result_text(two))
 
 
-def _result_text(result: Result | None) -> str:
+def _result_text(result: Trial | None) -> str:
     if result is None:
         return ""
     config = " ".join(f"{name}={value}" for name, value in result.config.items())
@@ -129,13 +131,13 @@ def _better_or_new(known: Iterable[Kept], incoming: Iterable[Kept]) -> Iterator[
             yield kept
 
 
-def _rank(kept: Result | KeptRecipe | TimedChain) -> tuple[Any, ...]:
+def _rank(kept: Trial | KeptRecipe | ChainTrial) -> tuple[Any, ...]:
     """Less is better; equal only where nothing but the time of keeping differs."""
     if isinstance(kept, KeptRecipe):
         recipe, cost_us = kept.recipe, kept.recipe.cost_us
         cost_us = math.inf if cost_us is None else cost_us
         return not recipe.timed, cost_us, canonical(recipe.to_dict())
-    imported = isinstance(kept, Result) and kept.imported is not None
+    imported = isinstance(kept, Trial) and kept.imported is not None
     return *_outcome_rank(kept.measurement), imported, canonical([kept.measurement.to_dict(), kept.provenance])
 
 

@@ -26,7 +26,7 @@ from _runner import Parser, run
 
 from dmuon_tune import recipe
 from dmuon_tune.backends import CompiledKernel, backends
-from dmuon_tune.cache import Contents, Layers, Result, Store, keep
+from dmuon_tune.cache import Contents, Layers, Store, Trial, keep
 from dmuon_tune.cli.options import positive
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernels
@@ -49,7 +49,7 @@ def groups_of(preset: str) -> list[Group]:
     return list(dict.fromkeys(recipe.groups(select(presets.load(preset).parameters).shapes())))
 
 
-def results_of(problem: Problem) -> Iterator[Result]:
+def results_of(problem: Problem) -> Iterator[Trial]:
     """What a tuned cache holds of one problem: a result of every kernel that serves it."""
     for place, spec in enumerate(kernels(problem.op)):
         config = spec.untuned(problem, H200) if spec.serves(problem, H200) else None
@@ -58,7 +58,7 @@ def results_of(problem: Problem) -> Iterator[Result]:
         samples = [10.0 + place + 0.01 * each for each in range(30)]
         measurement = Measurement.from_samples(samples, 1e-3, {"registers": 168})
         key = tuning_key(spec, problem, H200)
-        yield Result(key, config_to_dict(config), measurement, "", {"tool": "bench_plan"}, "2026-11-30T00:00:00+00:00")
+        yield Trial(key, config_to_dict(config), measurement, "", {"tool": "bench_plan"}, "2026-11-30T00:00:00+00:00")
 
 
 def fill(path: Path, groups: Sequence[Group], entries: int) -> None:

@@ -37,8 +37,8 @@ class Tuning:
         with Store.open(path, read_only=True) as store:
             found = winners([("", entry) for entry in store.entries()])
             times_us = {
-                (trial.key_sha256, config_text(trial.config)): trial.measurement.median_us
-                for _, trial in store.all_trials()
+                (trial.key.sha256, config_text(trial.config)): trial.measurement.median_us
+                for trial in store.all_trials()
                 if trial.measurement.median_us is not None
             }
         return cls({each.entry.key.problem: each.entry for each in found if each.stale is None}, times_us)

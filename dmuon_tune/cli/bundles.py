@@ -15,7 +15,7 @@ from . import options
 from .output import note, print_json, say, table
 
 if TYPE_CHECKING:
-    from dmuon_tune.cache import Artefact, ArtefactStore, Conflict, Contents, Result
+    from dmuon_tune.cache import Artefact, ArtefactStore, Conflict, Contents, Trial
 
 BUNDLE_OR_CACHE = "a bundle, a cache file or a server's URL"
 
@@ -258,14 +258,14 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wanted(args: argparse.Namespace, contents: Contents) -> Callable[[Result], bool]:
+def _wanted(args: argparse.Namespace, contents: Contents) -> Callable[[Trial], bool]:
     """Which results stay."""
     from dmuon_tune.measure.standing import once_each
 
     stale_of = once_each()
     serving = {result.identity for result in contents.only_winners().results}
 
-    def wanted(result: Result) -> bool:
+    def wanted(result: Trial) -> bool:
         if args.failures and not result.measurement.ok:
             return False
         if args.losers and result.measurement.ok and result.identity not in serving:

@@ -15,7 +15,7 @@ from .bundles import BUNDLE_OR_CACHE, opened_source
 from .output import config_text, microseconds, note, print_json, say, table
 
 if TYPE_CHECKING:
-    from dmuon_tune.cache import Result
+    from dmuon_tune.cache import Trial
     from dmuon_tune.measurement import Measurement
 
 SAMPLE = 16
@@ -27,7 +27,7 @@ SEED = 1  # of the inputs: others than the tuner's
 class Rechecked:
     """A kept result, and how it ended now."""
 
-    result: Result
+    result: Trial
     now: Measurement
 
     @property
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if damaged or any(not each.now.ok for each in found) else 0
 
 
-def _of_this_device(winners: tuple[Result, ...], device: str) -> tuple[list[Result], dict[str, int]]:
+def _of_this_device(winners: tuple[Trial, ...], device: str) -> tuple[list[Trial], dict[str, int]]:
     """(Those of this device and today's code, why the others are not with their number)."""
     from dmuon_tune.backends import backends
     from dmuon_tune.backends.probe import fingerprint
@@ -97,13 +97,13 @@ def _of_this_device(winners: tuple[Result, ...], device: str) -> tuple[list[Resu
     return here, skipped
 
 
-def _sample(winners: list[Result], count: int) -> list[Result]:
+def _sample(winners: list[Trial], count: int) -> list[Trial]:
     """``count`` of them, the same ones of the same winners."""
     ordered = sorted(winners, key=lambda winner: winner.key.sha256)
     return random.Random(SEED).sample(ordered, min(count, len(ordered)))
 
 
-def _recheck(chosen: list[Result], device: str) -> list[Rechecked]:
+def _recheck(chosen: list[Trial], device: str) -> list[Rechecked]:
     from dmuon_tune.backends.probe import resolve
     from dmuon_tune.measure.executor import Executor
     from dmuon_tune.measure.job import Job

@@ -90,10 +90,10 @@ def _print(winners: list[Winner], recipes: list[tuple[str | None, Any]], all_dev
 def _print_failures(layers: Sequence[LayerDescription], device: Any, output: str) -> None:
     with caches.opened(layers) as opened:
         failures = [
-            (cache.label, key, trial)
+            (cache.label, trial)
             for cache in opened
-            for key, trial in cache.store.all_trials()
-            if not trial.measurement.ok and device in (None, key.device)
+            for trial in cache.store.all_trials()
+            if not trial.measurement.ok and device in (None, trial.key.device)
         ]
         chains = [
             (cache.label, trial)
@@ -105,20 +105,21 @@ def _print_failures(layers: Sequence[LayerDescription], device: Any, output: str
         print_json({
             "failures": [
                 {
-                    "problem": key.problem.to_dict(), "kernel": key.kernel, "config": trial.config, "layer": layer,
-                    "status": trial.measurement.status, "log": trial.measurement.log, "created_at": trial.created_at,
+                    "problem": trial.key.problem.to_dict(), "kernel": trial.key.kernel, "config": trial.config,
+                    "layer": layer, "status": trial.measurement.status, "log": trial.measurement.log,
+                    "created_at": trial.created_at,
                 }
-                for layer, key, trial in failures
+                for layer, trial in failures
             ],
             "chains": [_chain_fields(layer, trial) for layer, trial in chains],
         })
         return
     rows = [
         [
-            key.problem.label(), key.kernel, config_text(trial.config), layer, trial.measurement.status,
+            trial.key.problem.label(), trial.key.kernel, config_text(trial.config), layer, trial.measurement.status,
             trial.measurement.reason,
         ]
-        for layer, key, trial in failures
+        for layer, trial in failures
     ]
     rows += [
         [

@@ -196,8 +196,8 @@ def _unpriced(report: DeviceReport, where: Sequence[str]) -> Iterator[Advice]:
 def _unmeasured(report: DeviceReport, where: Sequence[str]) -> Iterator[Advice]:
     """Problems that lack a kernel which was measured on this device for others of their op."""
     measured: dict[str, set[str]] = {}
-    for _, key, _ in report.trials:
-        measured.setdefault(key.problem.op, set()).add(key.kernel)
+    for _, trial in report.trials:
+        measured.setdefault(trial.key.problem.op, set()).add(trial.key.kernel)
     lacking = [
         (product.problem, name)
         for product in report.products

@@ -25,7 +25,7 @@ class Contents:
 
     label: str
     path: str
-    trials: tuple[tuple[TuningKey, Trial], ...]
+    trials: tuple[Trial, ...]
     entries: tuple[CacheEntry, ...]
     chains: tuple[ChainTrial, ...]
     recipes: tuple[tuple[DeviceFingerprint, Recipe], ...]
@@ -34,7 +34,7 @@ class Contents:
 def read(label: str, path: str, store: Store) -> Contents:
     """Everything that a store holds, of every device."""
     trials, chains = tuple(store.all_trials()), tuple(store.chain_trials())
-    devices = dict.fromkeys([*(key.device for key, _ in trials), *(chain.device for chain in chains)])
+    devices = dict.fromkeys([*(trial.key.device for trial in trials), *(chain.device for chain in chains)])
     recipes = tuple((device, recipe) for device in devices for recipe in store.recipes(device))
     return Contents(label, path, trials, tuple(store.entries()), chains, recipes)
 
@@ -118,7 +118,7 @@ class DeviceReport:
 
     device: DeviceFingerprint
     products: tuple[Product, ...]
-    trials: tuple[tuple[str, TuningKey, Trial], ...]
+    trials: tuple[tuple[str, Trial], ...]
     chains: tuple[tuple[str, ChainTrial], ...]
     recipes: tuple[KeptRecipe, ...]
     entries: tuple[CacheEntry, ...]
@@ -132,8 +132,8 @@ class DeviceReport:
     def statuses(self) -> dict[str, Counter[str]]:
         """Kernel → how many of its trials ended in each status; whole chains stand as ``chain <form>``."""
         found: dict[str, Counter[str]] = {}
-        for _, key, trial in self.trials:
-            found.setdefault(key.kernel, Counter())[trial.measurement.status] += 1
+        for _, trial in self.trials:
+            found.setdefault(trial.key.kernel, Counter())[trial.measurement.status] += 1
         for _, chain in self.chains:
             found.setdefault(f"chain {chain.recipe.form}", Counter())[chain.measurement.status] += 1
         return dict(sorted(found.items()))
@@ -141,7 +141,7 @@ class DeviceReport:
 
 def devices(contents: Sequence[Contents]) -> list[DeviceFingerprint]:
     """The device models that the caches hold results of, in the order of their first recording."""
-    known = [key.device for each in contents for key, _ in each.trials]
+    known = [trial.key.device for each in contents for trial in each.trials]
     return list(dict.fromkeys([*known, *(chain.device for each in contents for chain in each.chains)]))
 
 
@@ -157,7 +157,7 @@ def collect(
 def _of_device(
     contents: Sequence[Contents], device: DeviceFingerprint, wanted: tuple[Group, ...], stale_of: StaleOf
 ) -> DeviceReport:
-    trials = tuple((each.label, key, trial) for each in contents for key, trial in each.trials if key.device == device)
+    trials = tuple((each.label, trial) for each in contents for trial in each.trials if trial.key.device == device)
     entries = [(each.label, entry) for each in contents for entry in each.entries if entry.key.device == device]
     chains = tuple((each.label, chain) for each in contents for chain in each.chains if chain.device == device)
     kept = [(each.label, recipe) for each in contents for owner, recipe in each.recipes if owner == device]
@@ -168,12 +168,12 @@ def _of_device(
 
 
 def _products(
-    trials: Sequence[tuple[str, TuningKey, Trial]], won: Sequence[Winner], stale_of: StaleOf
+    trials: Sequence[tuple[str, Trial]], won: Sequence[Winner], stale_of: StaleOf
 ) -> tuple[Product, ...]:
     of_problem = {(winner.layer, winner.entry.key.problem): winner for winner in won}
-    tried: dict[tuple[str, Problem], list[tuple[TuningKey, Trial]]] = {}
-    for label, key, trial in trials:
-        tried.setdefault((label, key.problem), []).append((key, trial))
+    tried: dict[tuple[str, Problem], list[Trial]] = {}
+    for label, trial in trials:
+        tried.setdefault((label, trial.key.problem), []).append(trial)
     return tuple(
         _product(label, problem, of_problem.get((label, problem)), tried[label, problem], stale_of)
         for label, problem in sorted(tried, key=lambda place: (place[1], place[0]))
@@ -181,23 +181,23 @@ def _products(
 
 
 def _product(
-    label: str, problem: Problem, winner: Winner | None, tried: list[tuple[TuningKey, Trial]], stale_of: StaleOf
+    label: str, problem: Problem, winner: Winner | None, tried: list[Trial], stale_of: StaleOf
 ) -> Product:
     if winner is not None and winner.stale is None:
-        tried = [(key, trial) for key, trial in tried if stale_of(key) is None]
+        tried = [trial for trial in tried if stale_of(trial.key) is None]
     flops, bytes_moved = work_of(problem)
-    attempts = tuple((key.kernel, trial.measurement) for key, trial in tried)
+    attempts = tuple((trial.key.kernel, trial.measurement) for trial in tried)
     return Product(label, problem, winner, attempts, _untuned_us(winner, tried), flops, bytes_moved)
 
 
-def _untuned_us(winner: Winner | None, tried: list[tuple[TuningKey, Trial]]) -> float | None:
+def _untuned_us(winner: Winner | None, tried: list[Trial]) -> float | None:
     if winner is None:
         return None
     key = winner.entry.key
     spec = next((spec for spec in kernels(key.problem.op) if spec.name == key.kernel), None)
     untuned = spec.untuned(key.problem, key.device) if spec else None
     fields = None if untuned is None else config_to_dict(untuned)
-    found = (trial.measurement.median_us for other, trial in tried if other == key and trial.config == fields)
+    found = (trial.measurement.median_us for trial in tried if trial.key == key and trial.config == fields)
     return next(found, None)
 
 

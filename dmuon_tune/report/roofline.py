@@ -37,7 +37,8 @@ def ceilings(report: DeviceReport) -> Ceilings:
     compute: dict[str, Ceiling] = {}
     memory: Ceiling | None = None
     fastest: dict[Problem, tuple[float, str]] = {}
-    for _, key, trial in report.trials:
+    for _, trial in report.trials:
+        key = trial.key
         median_us = trial.measurement.median_us
         if median_us and median_us < fastest.get(key.problem, (float("inf"), ""))[0]:
             fastest[key.problem] = median_us, key.kernel
@@ -67,7 +68,7 @@ def _peak(report: DeviceReport) -> Ceiling | None:
 
 def clock_range_mhz(report: DeviceReport) -> tuple[int, int] | None:
     """The lowest and highest SM clock recorded with a timing; None where none was."""
-    resources = [trial.measurement.resources for _, _, trial in report.trials]
+    resources = [trial.measurement.resources for _, trial in report.trials]
     resources += [chain.measurement.resources for _, chain in report.chains]
     found = [clock["sm_mhz"] for each in resources if isinstance(clock := each.get("clock"), dict)]
     return (min(found), max(found)) if found else None

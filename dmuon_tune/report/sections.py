@@ -100,7 +100,7 @@ def _device(report: DeviceReport) -> Markup:
         ("last-level cache", binary_bytes(device.l2_bytes)),
         *([("memory", binary_bytes(device.memory_bytes))] if device.memory_bytes else []),
     ])]
-    tools = Counter(key.toolchain for _, key, _ in report.trials)
+    tools = Counter(trial.key.toolchain for _, trial in report.trials)
     parts.append(table(
         "Toolchains that the results were made with", ["backend", "versions", "configurations"],
         [[tool.backend, tool.label(), f"{count:,}"] for tool, count in sorted(tools.items(), key=lambda each: (
@@ -114,7 +114,7 @@ def _device(report: DeviceReport) -> Markup:
             if entry.provenance.get(name):
                 origins.setdefault(name, set()).add(str(entry.provenance[name]))
     rows = [[name, ", ".join(sorted(values))] for name, values in origins.items()]
-    dates = sorted(trial.created_at for _, _, trial in report.trials)
+    dates = sorted(trial.created_at for _, trial in report.trials)
     rows += [["measured", f"{dates[0][:16]} to {dates[-1][:16]} UTC"]] if dates else []
     clocks_mhz = clock_range_mhz(report)
     if clocks_mhz:
@@ -125,7 +125,7 @@ def _device(report: DeviceReport) -> Markup:
 
 
 def _throttles(report: DeviceReport) -> list[str]:
-    clocks = (trial.measurement.resources.get("clock") for _, _, trial in report.trials)
+    clocks = (trial.measurement.resources.get("clock") for _, trial in report.trials)
     return sorted({str(reason) for clock in clocks if isinstance(clock, dict) for reason in clock.get("throttle", ())})
 
 
@@ -305,8 +305,8 @@ def _failures(report: DeviceReport) -> list[tuple[str, str, str, int, str, str]]
     """(kernel, status, reason, how often, an example, its log), the most frequent first."""
     found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     every = [
-        (key.kernel, trial.measurement, f"{key.problem.label()}: {config_text(trial.config)}")
-        for _, key, trial in report.trials
+        (trial.key.kernel, trial.measurement, f"{trial.key.problem.label()}: {config_text(trial.config)}")
+        for _, trial in report.trials
     ]
     every += [
         (f"chain {chain.recipe.form}", chain.measurement, chain.recipe.group.label()) for _, chain in report.chains

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
@@ -83,9 +85,12 @@ def plan(groups: Sequence[Group], store: Store, options: TuneOptions) -> TunePla
 
 def _measured_pace_s(store: Store, device: DeviceFingerprint) -> float | None:
     """The median time from one result on this device model to the next; None where there are too few."""
-    here = (trial for key, trial in store.all_trials() if key.device == device)
-    ends_s = sorted(datetime.fromisoformat(trial.created_at).timestamp() for trial in here)
-    gaps_s = [after - before for before, after in pairwise(ends_s) if after - before < PAUSE_S]
+    ends_s: dict[Any, list[float]] = defaultdict(list)  # by which of several such devices a run measured on
+    for trial in store.all_trials():
+        if trial.key.device == device:
+            ends_s[trial.provenance.get("on")].append(datetime.fromisoformat(trial.created_at).timestamp())
+    pairs = (pair for each in ends_s.values() for pair in pairwise(sorted(each)))
+    gaps_s = [after - before for before, after in pairs if after - before < PAUSE_S]
     return median(gaps_s) if len(gaps_s) >= FEWEST_GAPS else None
 
 

@@ -102,9 +102,9 @@ class Record:
 def records(store: Store, chosen: Callable[[Problem, str], bool]) -> list[Record]:
     """The record of every key whose problem and kernel are ``chosen``, largest first; none without an ok trial."""
     of_key: dict[TuningKey, list[Trial]] = defaultdict(list)
-    for key, trial in store.all_trials():
-        if chosen(key.problem, key.kernel):
-            of_key[key].append(trial)
+    for trial in store.all_trials():
+        if chosen(trial.key.problem, trial.key.kernel):
+            of_key[trial.key].append(trial)
     ok = [(key, trials) for key, trials in of_key.items() if any(trial.measurement.ok for trial in trials)]
     return [_record(key, trials) for key, trials in sorted(ok, key=lambda found: -len(found[1]))]
 

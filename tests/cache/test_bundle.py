@@ -26,6 +26,7 @@ from dmuon_tune.cache import (
     ChainKey,
     Contents,
     Store,
+    Trial,
     TuningKey,
     conflicts,
     contents_of,
@@ -39,7 +40,6 @@ from dmuon_tune.cache import (
     take_artefacts,
     write_bundle,
 )
-from dmuon_tune.cache.contents import Result
 from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.portable import PortableCode
@@ -241,7 +241,7 @@ def outcome(kind: str, median_us: float) -> Measurement:
 
 
 results = st.builds(
-    lambda m, block, kind, median_us, by: Result(
+    lambda m, block, kind, median_us, by: Trial(
         replace(KEY, problem=replace(KEY.problem, m=m, n=m)), {"block": block}, outcome(kind, median_us), "",
         {"by": by}, "2026-11-30T00:00:00.000+00:00",
     ),
@@ -272,8 +272,8 @@ def test_a_union_is_the_same_in_any_order_and_loses_nothing(several: list[Conten
 
 
 def test_conflicts_name_both_sides(key: TuningKey, ok: Ok) -> None:
-    def result(block: int, measurement: Measurement) -> Result:
-        return Result(key, {"block": block}, measurement, "", {}, "")
+    def result(block: int, measurement: Measurement) -> Trial:
+        return Trial(key, {"block": block}, measurement, "", {}, "")
 
     one = Contents((result(1, ok(10.0)), result(2, ok(11.0)), result(3, ok(30.0))))
     two = Contents((result(1, ok(12.0)), result(2, ok(9.0)), result(3, Measurement("wrong_result"))))

@@ -38,7 +38,7 @@ class Log(Silent):
 
 def state():
     with Store.open(path) as store:
-        trials = [[key.problem.label(), key.kernel, trial.config] for key, trial in store.all_trials()]
+        trials = [[trial.key.problem.label(), trial.key.kernel, trial.config] for trial in store.all_trials()]
         chains = [[c.recipe.group.label(), c.recipe.form, c.recipe.chunk] for c in store.chain_trials()]
     return trials, chains
 

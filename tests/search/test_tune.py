@@ -97,7 +97,7 @@ class Recorder:
 
 
 def finished_trials(store: Store) -> set[tuple[Problem, str, str]]:
-    return {(key.problem, key.kernel, str(sorted(trial.config.items()))) for key, trial in store.all_trials()}
+    return {(t.key.problem, t.key.kernel, str(sorted(t.config.items()))) for t in store.all_trials()}
 
 
 def quiet(store: Store) -> None:
@@ -127,8 +127,8 @@ def test_fifty_bad_candidates_never_win_are_kept_and_the_second_run_measures_not
         assert first.measured == len(events.kept) == events.total == len(store.all_trials())
         assert first.reused == 0 and first.unavailable == {}
         ended: dict[str, list[Measurement]] = {}
-        for key, trial in store.all_trials():
-            ended.setdefault(key.kernel.rpartition(".")[2], []).append(trial.measurement)
+        for trial in store.all_trials():
+            ended.setdefault(trial.key.kernel.rpartition(".")[2], []).append(trial.measurement)
         for name, (status, count) in {**PLANTED, **BESIDE}.items():
             assert [each.status for each in ended[name]] == count * [status], name
             assert status == "ok" or all(each.log for each in ended[name]), name
@@ -177,7 +177,7 @@ def test_tilelang_is_measured_where_it_can_run(tmp_path: Path) -> None:
     with Store.open(tmp_path / "cache.sqlite") as store:
         report = tune([Group(1, 16, 40)], store, options)
         for problem in report.problems:
-            measured = {key.kernel for key, trial in store.all_trials() if trial.measurement.ok}
+            measured = {trial.key.kernel for trial in store.all_trials() if trial.measurement.ok}
             assert f"{problem.problem.op}.tilelang" in measured, problem.statuses
             assert problem.library is not None
 
@@ -493,7 +493,7 @@ def test_a_broken_install_is_unavailable_and_nothing_of_it_is_recorded(
     with Store.open(tmp_path / "cache.sqlite") as store:
         report = tune(GROUPS, store, TuneOptions(device="cpu", backends=("tilelang",), trials=1))
         assert "importing it fails: ImportError: libtvm.so: no such file" in report.unavailable["tilelang"]
-        assert {key.kernel.partition(".")[2] for key, _ in store.all_trials()} == {"library"}
+        assert {trial.key.kernel.partition(".")[2] for trial in store.all_trials()} == {"library"}
         assert report.complete and len(report.recipes) == 1
 
 

@@ -1,0 +1,177 @@
+"""One cache's database, a file or a server: opened, checked, compacted, closed; sessions that tell what is damaged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from logging import getLogger
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sqlalchemy import URL, Connection, Engine
+from sqlalchemy.orm import Session
+
+from dmuon_tune.errors import CacheError, UsageError
+
+from .database import (
+    LockedCacheError,
+    describe,
+    folder_lock,
+    locate,
+    make_folder,
+    open_engine,
+    readable,
+    rest,
+    run_alone,
+    set_aside,
+    translated_errors,
+    use_wal,
+)
+from .dialect import upsert
+from .migrations import CorruptCacheError, prepare
+from .paths import CACHE_DIR_VARIABLE, user_cache_path
+
+logger = getLogger("dmuon_tune.cache")
+
+
+class OpenedCache:
+    """An SQLite file, a database in memory (``sqlite://``) or a server's database. Every error is a CacheError."""
+
+    def __init__(self, engine: Engine, location: Path | URL | None, read_only: bool) -> None:
+        self._engine = engine
+        self._location = location
+        self.where = describe(location)
+        self.read_only = read_only
+        self._upsert = upsert(engine.dialect)
+
+    @property
+    def is_server(self) -> bool:
+        return isinstance(self._location, URL)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other process can see it: a database in memory."""
+        return self._location is None
+
+    @classmethod
+    def open(cls, path_or_url: str | Path, read_only: bool = False, shipped: bool = False) -> Self:
+        """Open a cache; for writing it is created, or migrated to this schema, where need be.
+
+        ``shipped`` says that nobody writes a file that is opened read-only. Raises CacheError for a file that is not
+        a cache, is damaged, of a newer schema or locked, cannot be written, or (read-only) does not exist.
+        """
+        location = locate(path_or_url)
+        if isinstance(location, Path) and os.path.isdir(location):
+            raise CacheError(f"cache {location} is a folder; name a file in it")
+        with translated_errors(describe(location)):
+            store = cls(open_engine(location, read_only, shipped), location, read_only)
+        try:
+            store._check_schema()
+        except BaseException:
+            store._engine.dispose()
+            raise
+        return store
+
+    def _check_schema(self) -> None:
+        with translated_errors(self.where):
+            if self.read_only:
+                self._engine = readable(self._engine, self.where)
+                return
+            with self._engine.execution_options(writes=True).begin() as connection:
+                prepare(connection, self.where)
+        if isinstance(self._location, Path):
+            use_wal(self._engine, self.where)
+
+    @classmethod
+    def open_user(cls, path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> Self:
+        """Open the cache to tune into: ``path``, or the user's cache.
+
+        The user's cache (:func:`user_cache_path`) is set aside where it is corrupt, with one warning, and an empty one
+        begun. Any other corrupt file, another program's database, a newer schema, a lock or an unwritable folder is a
+        CacheError: nothing is lost or moved then.
+        """
+        location = locate(path if path is not None else user_cache_path(environ))
+        if not isinstance(location, Path):
+            return cls.open(location.render_as_string(False) if location else "sqlite://")
+        make_folder(location.parent)
+        with folder_lock(location.parent):  # else the second process to find it corrupt moves the first one's new file
+            try:
+                store = cls.open(location)
+                store._check_pages()
+                return store
+            except CorruptCacheError as error:
+                if location != user_cache_path(environ):
+                    raise
+                aside = set_aside(location)
+                logger.warning("%s; set aside as %s, starting an empty cache", str(error).split(";")[0], aside.name)
+            return cls.open(location)
+
+    def _check_pages(self) -> None:
+        try:
+            self.check("quick_check")
+        except CorruptCacheError:
+            self.close()
+            raise
+
+    def check(self, how: str = "integrity_check") -> None:
+        """CacheError where a file's pages, or (by ``quick_check`` not) its indices and rows, do not belong together."""
+        if self.is_server:
+            return
+        with translated_errors(self.where), self._engine.connect() as connection:
+            verdict = connection.exec_driver_sql(f"PRAGMA {how}(1)").scalar()
+        if verdict != "ok":
+            raise CorruptCacheError(f"cache {self.where} is damaged; delete it and tune again")
+
+    def compact(self) -> None:
+        """Give the space of deleted rows back, where others do not use the file."""
+        if not self.is_server:
+            with suppress(LockedCacheError), translated_errors(self.where):
+                run_alone(self._engine, "VACUUM")
+
+    def close(self) -> None:
+        self._engine.dispose()
+        if isinstance(self._location, Path) and not self.read_only:
+            rest(self._engine)
+            self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        with translated_errors(self.where), Session(self._engine) as session, self._damage_told():
+            yield session
+
+    @contextmanager
+    def _looking_up(self) -> Iterator[Connection]:
+        """As :meth:`_reading`, for one statement: without a transaction around it."""
+        with translated_errors(self.where), self._engine.connect() as connection, self._damage_told():
+            yield connection.execution_options(alone=True)
+
+    @contextmanager
+    def _damage_told(self) -> Iterator[None]:
+        """For what turns rows into values."""
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, LookupError, UsageError) as error:
+            reason = (str(error) or repr(error)).splitlines()[0]
+            raise CorruptCacheError(
+                f"cache {self.where} holds a damaged row ({reason}); delete it and tune again"
+            ) from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        if self.read_only:
+            raise CacheError(
+                f"cache {self.where} is opened read-only; set {CACHE_DIR_VARIABLE} to a writable folder and tune there"
+            )
+        with translated_errors(self.where), Session(self._engine.execution_options(writes=True)) as session:
+            with session.begin():
+                yield session
