@@ -23,9 +23,9 @@ from dmuon_tune.problem import EPILOGUES, LAYOUTS, Problem
 from dmuon_tune.recipe import FORMS, Group, default_dtype
 from dmuon_tune.search import TuneOptions, terminal_progress
 from dmuon_tune.search.chain_space import ChainSpace, chain_space
+from dmuon_tune.search.problem_search import problem_search
 from dmuon_tune.search.record import Record, records
 from dmuon_tune.search.run import Run
-from dmuon_tune.search.schedule import problem_search
 from dmuon_tune.words import counted
 
 

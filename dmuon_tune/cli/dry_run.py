@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, 
     from dmuon_tune.backends.probe import fingerprint
     from dmuon_tune.recipe import default_dtype
     from dmuon_tune.search import plan
-    from dmuon_tune.search.schedule import usable_kernels
+    from dmuon_tune.search.kernel_search import usable_kernels
     from dmuon_tune.search.workload import ends
     from dmuon_tune.search.workload import workload as workload_of
 

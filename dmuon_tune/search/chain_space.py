@@ -15,11 +15,11 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain, forms
 from dmuon_tune.spec import KernelSpec
 
+from .kernel_search import usable_kernels
 from .options import TuneOptions
 from .plan import searches_of
 from .recipes import ChainSearch, Role, Tuned, chunks, estimates
 from .record import Record
-from .schedule import usable_kernels
 
 
 class ChainSpace(ChainSearch):

@@ -13,7 +13,8 @@ from dmuon_tune.recipe import Pick, Recipe, first_launch, written
 from dmuon_tune.space import config_from_dict, config_to_dict
 from dmuon_tune.spec import KernelSpec
 
-from .schedule import Candidate, KernelSearch, ProblemSearch
+from .kernel_search import KernelSearch
+from .problem_search import Candidate, ProblemSearch
 
 FEWER_TRIALS = 4  # times fewer than a product's: the search starts near its best
 

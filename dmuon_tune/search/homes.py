@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from dmuon_tune.measure.executor import Executor
 from dmuon_tune.measure.fleet import Fleet
 
+from .problem_search import Candidate, ProblemSearch
 from .recipes import ChainSearch
-from .schedule import Candidate, ProblemSearch, Schedule
+from .schedule import Schedule
 
 
 class Homes:

@@ -19,9 +19,10 @@ from dmuon_tune.recipe import Group, default_dtype
 from dmuon_tune.spec import KernelSpec
 
 from .ends import EndSearch
+from .kernel_search import kernel_searches, usable_kernels
 from .neighbours import Neighbours
 from .options import TuneOptions
-from .schedule import ProblemSearch, kernel_searches, problem_search, usable_kernels
+from .problem_search import ProblemSearch, problem_search
 from .shares import CHAINS_SHARE, RACE_S
 from .workload import ends, workload
 

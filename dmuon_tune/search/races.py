@@ -14,7 +14,7 @@ from dmuon_tune.measure.winners import Contender, preference
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.space import config_to_dict
 
-from .schedule import Candidate, ProblemSearch
+from .problem_search import Candidate, ProblemSearch
 
 PLAUSIBLE = 1.15  # times the best screening median: no noise hides the fastest kernel farther back
 BASELINE = 1.5  # the same for the library and the untuned configurations, which must not lose by bad luck

@@ -23,13 +23,15 @@ from dmuon_tune.space import config_to_dict
 
 from .claims import LOOK_EVERY_S, Membership, Share, digest
 from .homes import Homes
+from .kernel_search import KernelSearch
 from .options import TuneOptions
+from .problem_search import Candidate, ProblemSearch, unmeasured_backends
 from .progress import Progress
 from .provenance import CHAIN_VALIDATION, now, of_run
 from .races import PREPARE_S, Finals, Race, Retiming, finalists, retimings
 from .races import job_of as race_job
 from .recipes import ChainSearch
-from .schedule import Candidate, KernelSearch, ProblemSearch, Schedule, unmeasured_backends
+from .schedule import Schedule
 from .shares import chains_share_s, races_share_s
 
 logger = getLogger(__name__)

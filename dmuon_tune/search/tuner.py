@@ -10,12 +10,13 @@ from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import Group, default_dtype
 from dmuon_tune.spec import KernelSpec
 
+from .kernel_search import usable_kernels
 from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .plan import searches_of
+from .problem_search import ProblemSearch
 from .progress import Progress, Silent
 from .recipes import CLOSE_OWN, ChainSearch, Tuned, close, estimates, keep_recipe
 from .run import Run
-from .schedule import ProblemSearch, usable_kernels
 from .start import untuned_chain
 from .workload import served_forms
 

@@ -22,7 +22,7 @@ from dmuon_tune.kernel_specs._quack import QuackConfig
 from dmuon_tune.measure.winners import Contender, winner
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
-from dmuon_tune.search.schedule import usable_kernels
+from dmuon_tune.search.kernel_search import usable_kernels
 
 H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 50 * 2**20, 140 * 2**30)
 BACKEND = backends()["quack"]

@@ -24,7 +24,8 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group
 from dmuon_tune.search import TuneOptions, tune
 from dmuon_tune.search.homes import Homes
-from dmuon_tune.search.schedule import Candidate, ProblemSearch, Schedule, problem_search
+from dmuon_tune.search.problem_search import Candidate, ProblemSearch, problem_search
+from dmuon_tune.search.schedule import Schedule
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dmuon_tune.backends.probe import fingerprint
-from dmuon_tune.cache import Store
+from dmuon_tune.cache import Contents, Store, Trial, keep
 from dmuon_tune.cli.tune import EFFORTS as SHOWN_EFFORTS
 from dmuon_tune.errors import UsageError
 from dmuon_tune.kernel_specs import kernel
@@ -62,6 +62,19 @@ def test_several_devices_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None
             for devices in (("a",), ("a", "b"))
         )
     assert two.estimate_s == pytest.approx(one.estimate_s / 2) and two.problems == one.problems
+
+
+def test_the_pace_is_that_of_one_of_several_devices() -> None:
+    spec, problem = kernel("gram.library"), Problem("gram", 1, 9, 9, 9, "float32", "float32")
+    key, second = tuning_key(spec, problem, fingerprint("cpu")), "2026-11-30T04:00:{:02}.000+00:00"
+    trials = tuple(
+        Trial(key, {"entry": f"older {place}"}, ok(7.0), "", {"on": f"cuda:{place % 2}"}, second.format(place))
+        for place in range(24)
+    )
+    with Store.open("sqlite://") as store:
+        keep(store, lambda nothing: Contents(trials))
+        found = plan([Group(1, 8, 24)], store, TuneOptions(device="cpu", backends=("library",)))
+    assert found.is_measured and found.pace_s == pytest.approx(2)
 
 
 def ok(median_us: float) -> Measurement:

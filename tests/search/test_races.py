@@ -13,8 +13,8 @@ from dmuon_tune.cache import Store
 from dmuon_tune.measure.job import RaceResult
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
+from dmuon_tune.search.problem_search import ProblemSearch, problem_search
 from dmuon_tune.search.races import Finals, finalists, job_of, retimings
-from dmuon_tune.search.schedule import ProblemSearch, problem_search
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 

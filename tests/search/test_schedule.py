@@ -13,17 +13,10 @@ from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.search.ends import EndSearch
+from dmuon_tune.search.kernel_search import How, KernelSearch, kernel_searches
 from dmuon_tune.search.neighbours import Neighbours
-from dmuon_tune.search.schedule import (
-    FAIR_TRIALS,
-    Candidate,
-    How,
-    KernelSearch,
-    ProblemSearch,
-    Schedule,
-    kernel_searches,
-    problem_search,
-)
+from dmuon_tune.search.problem_search import FAIR_TRIALS, Candidate, ProblemSearch, problem_search
+from dmuon_tune.search.schedule import Schedule
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 

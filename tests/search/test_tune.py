@@ -29,10 +29,11 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe, chain, first_launch
 from dmuon_tune.search import TuneOptions, recipes, tune
+from dmuon_tune.search.kernel_search import usable_kernels
 from dmuon_tune.search.options import ChainReport, TuneReport
+from dmuon_tune.search.problem_search import problem_search
 from dmuon_tune.search.recipes import CLOSE_OWN, ChainSearch, estimates, keep_recipe
 from dmuon_tune.search.recipes import Tuned as TunedProduct
-from dmuon_tune.search.schedule import problem_search, usable_kernels
 from dmuon_tune.search.shares import chains_share_s, races_share_s
 from dmuon_tune.space import config_json
 

@@ -1,0 +1,217 @@
+"""One problem's search over all kernels that serve it: what it knows, what it tries next, and who wins."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dmuon_tune.cache import CacheEntry, Store
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.measure.winners import TIE, Contender, library_kernel, winner
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
+from dmuon_tune.spec import KernelSpec
+
+from .kernel_search import KernelSearch, kernel_searches
+from .neighbours import Neighbours
+from .samplers import DEFAULT
+
+MOST_RIVALS = 3  # that are tried in the winner's place inside a chain
+FAIR_TRIALS = 3  # configurations of a kernel before it may be left behind
+FAR_BEHIND = 1.3  # times the best: no space hides its best so far below its untuned choice unless that is bad
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration to measure; ``kernel`` learns its outcome."""
+
+    search: ProblemSearch
+    kernel: KernelSearch
+    config: Any
+
+
+class ProblemSearch:
+    """One problem's search over all kernels that serve it, the library first."""
+
+    is_end = False
+    like: ProblemSearch | None = None  # of an end: the search of the product that it stands for
+
+    def __init__(
+        self, problem: Problem, kernel_searches: list[KernelSearch], trials: int, patience: int | None = None,
+        launches: int = 1,
+    ) -> None:
+        self.problem, self.trials = problem, trials
+        self.kernels = sorted(kernel_searches, key=lambda each: (each.key.kernel != library_kernel(problem.op)))
+        self._patience, self._launches = patience, launches
+        self._next_kernel = 0
+        self.reused = self.known
+        self._proposed = self.reused
+        self.best_us = min(self._medians(), default=None)
+        self._in_vain = 0  # configurations since the last that was faster than all before beyond noise
+        self._mark_us = math.inf
+        before = [outcome for each in self.kernels for outcome in each.outcomes]
+        for outcome in sorted(before, key=lambda outcome: outcome[2].created_at if outcome[2] else ""):
+            self._count(outcome[1])
+
+    def _medians(self) -> Iterator[float]:
+        for each in self.kernels:
+            for _, measurement, _ in each.outcomes:
+                if measurement.median_us is not None:
+                    yield measurement.median_us
+
+    def fastest(self) -> list[tuple[str, Any]]:
+        """(kernel, configuration) of every ok outcome, the smallest median first."""
+        found = [
+            (measurement.median_us, each.spec.name, config)
+            for each in self.kernels
+            for config, measurement, _ in each.outcomes
+            if measurement.median_us is not None
+        ]
+        return [(name, config) for _, name, config in sorted(found, key=lambda outcome: outcome[0])]
+
+    def _count(self, measurement: Measurement) -> None:
+        self._in_vain += 1
+        if measurement.median_us is not None and measurement.median_us * TIE < self._mark_us:
+            self._in_vain, self._mark_us = 0, measurement.median_us
+
+    @property
+    def known(self) -> int:
+        """How many configurations have an outcome."""
+        return sum(len(each.outcomes) for each in self.kernels)
+
+    @property
+    def time_us(self) -> float:
+        """What the model spends in it at its best so far; without any result it comes before all others."""
+        return math.inf if self.best_us is None else self._launches * self.best_us
+
+    @property
+    def urgency(self) -> float:
+        """The time that a trial may save, in parts of what the model spends here: the more trials, the less."""
+        return self.time_us / (self._proposed + 1)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more trials are not worth their time: ``patience`` configurations in a row were no faster beyond
+        noise, or an earlier run ended this search in a race after as many trials."""
+        if self._patience is not None and self._in_vain >= self._patience and self.best_us is not None:
+            return True
+        records = (m.resources.get("race", {}) for each in self.kernels for _, m, _ in each.outcomes if m.place == 0)
+        return any(record.get("trials", 0) >= self.trials for record in records)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether every kernel's untuned configuration has an outcome."""
+        return not any(each.needs_seed for each in self.kernels)
+
+    @property
+    def planned(self) -> int:
+        """How many configurations a run without a budget still measures."""
+        seeds = sum(each.needs_seed for each in self.kernels)
+        legal = sum(each.legal_count for each in self.kernels)
+        return seeds if self.is_settled else max(seeds, min(self.trials, legal) - self.known)
+
+    def seeds(self) -> list[Candidate]:
+        """Each kernel's untuned configuration that was not measured yet; they count as proposed."""
+        missing = [each for each in self.kernels if each.needs_seed]
+        for each in missing:
+            each.proposer.reserve(each.untuned)
+        self._proposed += len(missing)
+        return [Candidate(self, each, each.untuned) for each in missing]
+
+    def propose(self) -> Candidate | None:
+        """The next kernel's next configuration; None where the trials or all spaces are used up."""
+        if self._proposed >= self.trials or self.is_settled:
+            return None
+        turns = [self.kernels[(self._next_kernel + turn) % len(self.kernels)] for turn in range(len(self.kernels))]
+        for each in sorted(turns, key=self._is_behind):  # stable: in turn, those far behind only where the rest is done
+            config = each.proposer.propose()
+            if config is not None:
+                self._next_kernel = self.kernels.index(each) + 1
+                self._proposed += 1
+                return Candidate(self, each, config)
+        return None
+
+    def leave_out(self, backend: str) -> None:
+        """Forget the kernels of a DSL and what is known of them."""
+        gone = [each for each in self.kernels if each.spec.backend == backend]
+        self.kernels = [each for each in self.kernels if each not in gone]
+        self._next_kernel = 0
+        self.reused -= sum(len(each.outcomes) for each in gone)
+        reserved = sum(each.needs_seed and not each.proposer.reserve(each.untuned) for each in gone)
+        self._proposed -= reserved + sum(len(each.outcomes) for each in gone)
+        self.best_us = min(self._medians(), default=None)
+
+    def _is_behind(self, kernel: KernelSearch) -> bool:
+        """Whether a kernel's first FAIR_TRIALS configurations are all far slower than the problem's best, or failed."""
+        best_us = min((m.median_us for _, m, _ in kernel.outcomes if m.median_us is not None), default=math.inf)
+        return len(kernel.outcomes) >= FAIR_TRIALS and best_us > FAR_BEHIND * (self.best_us or math.inf)
+
+    def observe(self, candidate: Candidate, measurement: Measurement) -> None:
+        candidate.kernel.observe(candidate.config, measurement)
+        self._count(measurement)
+        self.best_us = min(self._medians(), default=None)
+
+    def refresh(self, store: Store) -> int:
+        """Take what the store holds now, while nothing of this search is under way; returns how much of it is new."""
+        new = [measurement for each in self.kernels for measurement in each.refresh(store)]
+        for measurement in new:
+            self._count(measurement)
+        self.reused += len(new)
+        self._proposed = self.known
+        self.best_us = min(self._medians(), default=None)
+        return len(new)
+
+    def statuses(self) -> dict[str, int]:
+        return dict(Counter(measurement.status for each in self.kernels for _, measurement, _ in each.outcomes))
+
+    def contenders(self, provenance: dict[str, Any]) -> list[Contender]:
+        """The ok outcomes of every kernel; ``provenance`` is this run's."""
+        return [contender for each in self.kernels for contender in each.contenders(provenance)]
+
+    def winner(self, provenance: dict[str, Any]) -> CacheEntry | None:
+        return winner(self.contenders(provenance))
+
+    def rivals(self, provenance: dict[str, Any], close: float) -> tuple[CacheEntry, ...]:
+        """The fastest ok entries beside the winner, whose medians are within ``close`` times the fastest."""
+        limit_us = close * (self.best_us or 0.0)
+        others = [contender.entry for contender in self._losers(provenance) if contender.median_us <= limit_us]
+        return tuple(others[:MOST_RIVALS])
+
+    def own_rival(self, provenance: dict[str, Any], close: float) -> CacheEntry | None:
+        """Where the library wins: the fastest of this project's kernels, if within ``close`` times the fastest."""
+        best, limit_us = self.winner(provenance), close * (self.best_us or 0.0)
+        if best is None or best.key.kernel != library_kernel(self.problem.op):
+            return None
+        own = (each for each in self._losers(provenance) if not each.is_library and not each.is_peer)
+        return next((each.entry for each in own if each.median_us <= limit_us), None)
+
+    def _losers(self, provenance: dict[str, Any]) -> list[Contender]:
+        """The ok outcomes beside the winner, the fastest first."""
+        best = self.winner(provenance)
+        others = [
+            each for each in self.contenders(provenance)
+            if best and (each.entry.key, each.entry.config) != (best.key, best.config)
+        ]
+        return sorted(others, key=lambda each: each.median_us)
+
+    def library(self, provenance: dict[str, Any]) -> CacheEntry | None:
+        """The library's fastest entry."""
+        return winner(contender for contender in self.contenders(provenance) if contender.is_library)
+
+
+def problem_search(
+    problem: Problem, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store, trials: int, seed: int,
+    sampler: str = DEFAULT, neighbours: Neighbours | None = None, patience: int | None = None, launches: int = 1,
+) -> ProblemSearch:
+    """The search of one problem that the model launches so often; NoLegalConfigError where no kernel has a legal
+    configuration."""
+    found = kernel_searches(problem, specs, device, store, seed, sampler, neighbours)
+    return ProblemSearch(problem, found, trials, patience, launches)
+
+
+def unmeasured_backends(searches: Iterable[ProblemSearch]) -> set[str]:
+    """The backends of the problems that have something to measure."""
+    return {each.spec.backend for search in searches if search.planned for each in search.kernels}
