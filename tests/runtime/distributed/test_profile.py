@@ -57,10 +57,10 @@ def failed(rank: int, size: int) -> str:
 
 def test_ranks_divide_the_timing_and_agree(worlds: Worlds) -> None:
     (first, timed), (second, also) = worlds(2).run(profiled)
-    assert first == second and sorted(first.owner) == [0, 1]
+    assert first == second and len(first.owner) == GROUP.batch
     assert sorted([*timed[0], *also[0]]) == [1, 2], "each batch size on one rank"
     alone_us = flops(Group(1, GROUP.rows, GROUP.cols)) / DEFAULT_RATES["cpu"]
-    assert min(first.loads_us) > 3 * alone_us, "timed, launches and all; not estimated"
+    assert first.makespan_us > 3 * alone_us, "timed, launches and all; not estimated"
 
 
 def test_a_rank_that_cannot_time_stops_all_with_its_reason(worlds: Worlds) -> None:
