@@ -53,8 +53,13 @@ class Setting:
         elif len(state) > 1:
             state.pop("momentum_mu", None)
 
+    @property
+    def manner(self) -> tuple[str, float, bool]:
+        """What of a :class:`Kind` its options say."""
+        return self._mode, self.mu, self._plain
+
     def kind(self, p: Tensor, gradient_dtype: torch.dtype, rows: int, cols: int) -> Kind:
-        return Kind(p.device, p.dtype, gradient_dtype, rows, cols, self._mode, self.mu, self._plain)
+        return Kind(p.device, p.dtype, gradient_dtype, rows, cols, *self.manner)
 
 
 @dataclass

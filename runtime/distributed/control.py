@@ -70,15 +70,14 @@ class Control:
         where = hashlib.sha256(place.encode()).digest()[: (_HEADER - 1) // 2]
         header = bytes([error is not None, *where, *(255 - byte for byte in where)])
         room = MESSAGE_BYTES - _HEADER
-        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-        sent = torch.frombuffer(bytearray(header + bytes(flags[:room])), dtype=torch.uint8)
-        message[: len(sent)] = sent
-        found = self._largest(message, what)[: len(sent)].tolist()
-        if bytes(found[:_HEADER]) != header or error is not None:
+        message = bytearray((header + bytes(flags[:room])).ljust(MESSAGE_BYTES, b"\0"))
+        self._take_largest(message, what)
+        if message[:_HEADER] != header or error is not None:
             self._explain(place, error)
-        rest = self._largest(torch.tensor(flags[room:], dtype=torch.uint8), what).tolist() if flags[room:] else []
-        largest: list[int] = found[_HEADER:] + rest
-        return largest
+        rest = bytearray(flags[room:])
+        if rest:
+            self._take_largest(rest, what)
+        return [*message[_HEADER : _HEADER + len(flags)], *rest]
 
     def decide(self, make: Callable[[], T], what: str) -> T:
         """What ``make`` returns on the group's first rank, or its error, on every rank; collective.
@@ -94,28 +93,19 @@ class Control:
         self.agree(what, error=error)
         length = torch.tensor([len(text)])
         self._run(lambda: self._gloo.broadcast(length, 0), what)
-        payload = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == 0:
-            payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._run(lambda: self._gloo.broadcast(payload, 0), what)
-        received = bytes(payload.tolist())
+        received = bytearray(text.ljust(int(length)))
+        self._run(lambda: self._gloo.broadcast(_tensor(received), 0), what)
         self._same(received, what)
         decided: T = json.loads(received)
         return decided
-
-    def broadcast(self, given: T, what: str) -> T:
-        """The first rank's ``given``, as :meth:`decide` brings it; collective."""
-        return self.decide(lambda: given, what)
 
     def gather(self, given: T, what: str, error: BaseException | None = None) -> list[T]:
         """Every rank's ``given``, which travels as JSON, by rank; ``error`` as for :meth:`agree`; collective."""
         text = json.dumps(given).encode()
         self.agree(what, error=error)
         lengths = self._all(torch.tensor([len(text)]), what).flatten().tolist()
-        payload = torch.zeros(max(lengths), dtype=torch.uint8)
-        payload[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self._all(payload, what)
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+        rows = self._all(_tensor(bytearray(text.ljust(max(lengths)))), what)
+        return [json.loads(bytes(row.tolist())) for row in rows]
 
     def same(self, given: Any, what: str) -> None:
         """PeerError on all, naming the ranks, where ``given``, as JSON, is not the first rank's; collective."""
@@ -176,9 +166,8 @@ class Control:
     def _place(self, what: str) -> str:
         return f"{what}, step {self.step}"
 
-    def _largest(self, message: Tensor, what: str) -> Tensor:
-        self._run(lambda: self._gloo.allreduce(message, dist.ReduceOp.MAX), what)
-        return message
+    def _take_largest(self, message: bytearray, what: str) -> None:
+        self._run(lambda: self._gloo.allreduce(_tensor(message), dist.ReduceOp.MAX), what)
 
     def _all(self, given: Tensor, what: str) -> Tensor:
         """Every rank's tensor, stacked."""
@@ -186,9 +175,8 @@ class Control:
         self._run(lambda: self._gloo.allgather(list(found), given), what)
         return found
 
-    def _same(self, text: bytes, what: str) -> None:
-        digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-        found = self._all(digest, what)
+    def _same(self, text: bytes | bytearray, what: str) -> None:
+        found = self._all(_tensor(bytearray(hashlib.sha256(text).digest())), what)
         others = [rank for rank, other in zip(self.ranks, found, strict=True) if not other.equal(found[0])]
         if others:
             raise PeerError(f"{self._place(what)}: not the same on {_named(others)} as on rank {self.ranks[0]}")
@@ -197,7 +185,7 @@ class Control:
         """Raise, on every rank, why they do not agree."""
         told = {"place": place[:200], "error": said(error)[:300] if error is not None else ""}
         text = json.dumps(told, ensure_ascii=False).encode()
-        record = torch.frombuffer(bytearray(text.ljust(RECORD_BYTES)), dtype=torch.uint8)
+        record = _tensor(bytearray(text.ljust(RECORD_BYTES)))
         records = [json.loads(bytes(row.tolist())) for row in self._all(record, place)]
         if error is not None:
             raise error
@@ -287,6 +275,11 @@ class Control:
                 raise PeerError(self._broken)
             else:
                 time.sleep(0.0005)
+
+
+def _tensor(message: bytearray) -> Tensor:
+    """The same memory."""
+    return torch.frombuffer(message, dtype=torch.uint8)
 
 
 def _is_complete(work: dist.Work, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
@@ -60,7 +61,7 @@ class Gather:
         self._owners: dict[tuple[Tensor, int], int] = {}  # by parameter and block
         self._survey = Survey()
         self._owner: list[int] = []
-        self._schedules: dict[tuple[int, ...], list[Stage]] = {}  # by what gradients there are
+        self._schedules: dict[tuple[Any, ...], list[Stage]] = {}  # by what gradients there are, and manners
         self._whole: list[Stage] = []  # of a step in which every matrix moves
         self._checkpoints: dict[tuple[int, ...], list[Stage]] = {}  # by the parameters that have momentum
         self._pipelines: dict[torch.device, Pipeline] = {}
@@ -112,10 +113,10 @@ class Gather:
         self.control.step += 1
         self.ready(optimizer)
         with record_function("Muon: check"):
-            codes = self._agreed(optimizer)
-        if codes is None:
+            agreed = self._agreed(optimizer)
+        if agreed is None:
             return False
-        moving = self._reading(optimizer)
+        codes, moving = agreed
         stages = self._scheduled(codes, moving)
         with self.control.guard("step"):
             _complete(moving.parameters, codes)
@@ -243,31 +244,37 @@ class Gather:
             self._owners |= {key(matrix): owner for matrix, owner in zip(new, self.assignment.owner, strict=True)}
         self._owner = [self._owners[key(matrix)] for matrix in self._survey.matrices]
 
-    def _agreed(self, optimizer: Muon) -> tuple[int, ...] | None:
-        """What gradient every parameter has, on all ranks; None where one is not finite and the step is to be skipped.
+    def _agreed(self, optimizer: Muon) -> tuple[tuple[int, ...], Moving] | None:
+        """What gradient every parameter has, on all ranks, and what is read of this step; None where a gradient is not
+        finite and the step is skipped.
 
         Raises on all ranks, before anything has changed, for what any of them cannot use.
         """
-        codes, finite, error = list[int](), True, None
+        codes, manner, finite, error = list[int](), [0, 0], True, None
         parameters = _parameters(optimizer)
         try:
             optimizer._check_step()
             codes = [_code(p, p.grad) for p in parameters]
+            moving = self._reading(optimizer)
+            manner = list(zlib.crc32(repr(moving.manners).encode()).to_bytes(4)[:2])
             finite = not optimizer._skip_nonfinite or are_finite(
                 local_of(p.grad) for p in parameters if p.grad is not None
             )
         except Exception as raised:
             error, codes = raised, [NO_GRADIENT] * len(parameters)
-        flags = [not finite, *codes, *(255 - code for code in codes)]
-        nonfinite, *both = self.control.agree("gradients", flags, error)
-        most, least = both[: len(codes)], [255 - code for code in both[len(codes) :]]
+        told = [*codes, *manner]
+        nonfinite, *both = self.control.agree("gradients", [not finite, *told, *(255 - code for code in told)], error)
+        most, least = both[: len(told)], [255 - code for code in both[len(told) :]]
+        if most[len(codes) :] != least[len(codes) :]:
+            raise UsageError("groups' momentum, nesterov, cautious or kind of learning rate are not alike on all ranks")
+        most, least = most[: len(codes)], least[: len(codes)]
         for index, p in enumerate(parameters):
             reason = self._disagreement(index, p, least[index], most[index])
             if reason is not None:
                 raise UsageError(f"{_found(optimizer)[index].name}: {reason}")
         if nonfinite:
             return None
-        return tuple(most)
+        return tuple(most), moving
 
     def _disagreement(self, index: int, p: Tensor, least: int, most: int) -> str | None:
         """Why a gradient that ranks have otherwise cannot be used; the same on all ranks."""
@@ -308,10 +315,11 @@ class Gather:
     def _scheduled(self, codes: Sequence[int], moving: Moving) -> list[Stage]:
         """The stages of a step in which gradients are as ``codes`` say, with their kernels; made once."""
         settings = moving.settings
-        key = tuple(NO_GRADIENT if setting is None else code for code, setting in zip(codes, settings, strict=True))
+        own = tuple(NO_GRADIENT if setting is None else code for code, setting in zip(codes, settings, strict=True))
+        key = *own, moving.manners
         if key not in self._schedules:
-            lanes = [(DTYPES[(code - 1) // 2], p.dtype) for code, p in zip(key, moving.parameters, strict=True)]
-            moves = [place for place, matrix in enumerate(self._survey.matrices) if key[matrix.parameter]]
+            lanes = [(DTYPES[(code - 1) // 2], p.dtype) for code, p in zip(own, moving.parameters, strict=True)]
+            moves = [place for place, matrix in enumerate(self._survey.matrices) if own[matrix.parameter]]
             self._schedules[key] = self._stages(moves, lanes)
             self._resolve(self._schedules[key], moving)
         return self._schedules[key]

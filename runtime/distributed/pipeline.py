@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,6 +52,17 @@ class Moving:
     parameters: Sequence[Tensor]
     owned: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     _rates: dict[tuple[int, int, int], Rate] = field(default_factory=dict)
+
+    @cached_property
+    def manners(self) -> tuple[tuple[str, int, bool] | None, ...]:
+        """How options divide matrices into kinds, by group; a μ by its place among those that differ, for it may
+        follow a schedule."""
+        places: dict[float, int] = {}
+        found = []
+        for setting in dict.fromkeys(self.settings):
+            mode, mu, plain = setting.manner if setting else ("", -1.0, False)
+            found.append((mode, places.setdefault(mu, len(places)), plain) if setting else None)
+        return tuple(found)
 
     def setting(self, matrix: Matrix) -> Setting:
         setting = self.settings[matrix.parameter]

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed, nn
 
 from dmuon_tune import kernel_specs
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
-from dmuon_tune.errors import MissingEntryError, PeerError
+from dmuon_tune.errors import MissingEntryError, PeerError, UsageError
 from dmuon_tune.recipe import Group, Recipe, chain
-from dmuon_tune.runtime import GramNewtonSchulz
+from dmuon_tune.runtime import GramNewtonSchulz, Muon
 from dmuon_tune.runtime.distributed.agreement import Agreement, Wanted
 from dmuon_tune.runtime.distributed.control import Control
 from dmuon_tune.runtime.execution import Momentum
@@ -156,3 +157,29 @@ def test_what_the_first_rank_cannot_decide_ends_all(worlds: Worlds, cache_file: 
     first, second = worlds(2).outcomes(case_plan, str(tmp_path), [[GROUP, GROUP]], "error")
     assert MissingEntryError.__name__ in first.error and "run: dmuon-tune tune --shapes 1x16x64" in first.error
     assert PeerError.__name__ in second.error and "rank 0 failed: MissingEntryError" in second.error
+
+
+def case_options(rank: int, size: int) -> tuple[list[int], str]:
+    """Options that divide a batch in a later step: agreed anew, and refused where ranks differ."""
+    optimizer = Muon([{"params": [nn.Parameter(torch.ones(6, 8))]} for _ in range(2 * size)], verbose=False,
+                     process_group=distributed.group.WORLD)
+    plans = []
+    for momentum in (0.9, 0.8, 0.9):
+        for group in optimizer.param_groups:
+            group["params"][0].grad = gaussian(6, 8, seed=2)
+        optimizer.param_groups[0]["momentum"] = optimizer.param_groups[1]["momentum"] = momentum
+        for group in optimizer.param_groups[2:]:
+            group["momentum"] = 0.9
+        optimizer.step()
+        assert optimizer._gather is not None
+        plans.append(len(optimizer._gather._schedules))
+    optimizer.param_groups[0]["nesterov"] = rank > 0
+    with pytest.raises(UsageError) as raised:
+        optimizer.step()
+    return plans, str(raised.value)
+
+
+def test_options_that_divide_a_batch_later_are_agreed_on(worlds: Worlds) -> None:
+    for schedules, error in worlds(2).run(case_options):
+        assert schedules == [1, 2, 2]
+        assert "nesterov" in error and "not alike on all ranks" in error

@@ -44,7 +44,6 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
         "none": ours.agree("step"),
         "long": ours.agree("step", long),
         "decided": ours.decide(lambda: {"of": os.getpid(), "é": [1, (2, 3)]}, "plan"),
-        "broadcast": ours.broadcast([rank], "owners"),
         "gathered": ours.gather({"rank": "x" * rank}, "failures"),
         "raised": said_by(
             lambda: ours.agree("step", error=UsageError("layer.weight: is sparse") if rank in (1, 2) else None)
@@ -84,7 +83,6 @@ def test_what_all_ranks_agree_on(worlds: Worlds) -> None:
         assert len(long) == MESSAGE_BYTES + 10
         assert long[:4] == long[MESSAGE_BYTES : MESSAGE_BYTES + 4] == [1, 2, 3, 4] and sum(long) == 20
         assert answers["decided"] == found[0]["decided"] and answers["decided"]["é"] == [1, [2, 3]]
-        assert answers["broadcast"] == [0]
         assert answers["gathered"] == [{"rank": "x" * other} for other in range(4)]
         own = "UsageError: layer.weight: is sparse"
         assert answers["raised"] == (
