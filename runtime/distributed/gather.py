@@ -28,6 +28,7 @@ from .adamw import LocalAdamW, like
 from .agreement import Agreement, Wanted
 from .control import Control
 from .exchange import Exchange, Traffic, to_holders, to_owners
+from .gradients import DTYPES, NO_GRADIENT, code_of, complete, disagreement
 from .pieces import Matrix, local_of, shard_of
 from .pipeline import Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
@@ -36,8 +37,7 @@ from .rounds import Item, Lane, rounds
 if TYPE_CHECKING:
     from ..muon import Muon
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of gradients
-NO_GRADIENT = 0  # as a code; of a gradient: 1 + 2 · dtype + whether it is placed otherwise than its parameter
+MAX_SCHEDULES = 8  # that are kept, where other parameters have gradients from step to step
 
 
 class Gather:
@@ -61,6 +61,7 @@ class Gather:
         self._owners: dict[tuple[Tensor, int], int] = {}  # by parameter and block
         self._survey = Survey()
         self._owner: list[int] = []
+        self._checked = False  # whether state is what this placement can use
         self._schedules: dict[tuple[Any, ...], list[Stage]] = {}  # by what gradients there are, and manners
         self._whole: list[Stage] = []  # of a step in which every matrix moves
         self._checkpoints: dict[tuple[int, ...], list[Stage]] = {}  # by the parameters that have momentum
@@ -93,9 +94,10 @@ class Gather:
         fresh = Pipeline(exchange, self._newton_schulz, device, self.traffic)
         self._pipeline = self._pipelines.setdefault(device, fresh)  # which keeps its buffers
         self._pipeline.matrices = self._survey.matrices
+        self._checked = False
         self._schedules.clear()
         self._checkpoints.clear()
-        codes = [_code(each.tensor, each.tensor) if _moves(each) else NO_GRADIENT for each in found]
+        codes = [code_of(each.tensor, each.tensor) if _moves(each) else NO_GRADIENT for each in found]
         moving = self._reading(optimizer)
         self._whole = self._scheduled(codes, moving)
         optimizer._planned = True
@@ -119,7 +121,7 @@ class Gather:
         codes, moving = agreed
         stages = self._scheduled(codes, moving)
         with self.control.guard("step"):
-            _complete(moving.parameters, codes)
+            complete(moving.parameters, codes)
             self._carry(optimizer, moving, codes)
             with record_function("Muon: exchange"):
                 self._pipeline.run(stages, moving)
@@ -225,6 +227,7 @@ class Gather:
             dtypes = [self._momentum_dtype or p.dtype for p in parameters]
             places = [place for place, matrix in enumerate(self._survey.matrices) if matrix.parameter in moved]
             self._checkpoints[key] = self._stages(places, [(dtype, dtype) for dtype in dtypes])
+            _bound(self._checkpoints)
         return self._checkpoints[key]
 
     def _own(self, found: Sequence[Found], device: torch.device) -> None:
@@ -253,8 +256,8 @@ class Gather:
         codes, manner, finite, error = list[int](), [0, 0], True, None
         parameters = _parameters(optimizer)
         try:
-            optimizer._check_step()
-            codes = [_code(p, p.grad) for p in parameters]
+            self._check(optimizer)
+            codes = [code_of(p, p.grad) for p in parameters]
             moving = self._reading(optimizer)
             manner = list(zlib.crc32(repr(moving.manners).encode()).to_bytes(4)[:2])
             finite = not optimizer._skip_nonfinite or are_finite(
@@ -269,25 +272,24 @@ class Gather:
             raise UsageError("groups' momentum, nesterov, cautious or kind of learning rate are not alike on all ranks")
         most, least = most[: len(codes)], least[: len(codes)]
         for index, p in enumerate(parameters):
-            reason = self._disagreement(index, p, least[index], most[index])
+            reason = disagreement(p, self._survey.replicated[index], least[index], most[index])
             if reason is not None:
                 raise UsageError(f"{_found(optimizer)[index].name}: {reason}")
         if nonfinite:
             return None
         return tuple(most), moving
 
-    def _disagreement(self, index: int, p: Tensor, least: int, most: int) -> str | None:
-        """Why a gradient that ranks have otherwise cannot be used; the same on all ranks."""
-        if least == most:
-            return None
-        if least != NO_GRADIENT:
-            return "its gradient has another dtype or other placements on some ranks"
-        if self._survey.replicated[index] or not most % 2 or DTYPES[(most - 1) // 2] != p.dtype:
-            return (
-                "it has a gradient on some ranks only, and none that can be taken for 0 on the others; average it "
-                "over the replicas first, as DistributedDataParallel does with find_unused_parameters=True"
-            )
-        return None
+    def _check(self, optimizer: Muon) -> None:
+        """What the optimizer checks before a step: all of it once, then what may have changed, on local tensors alone:
+        a DTensor takes its time to answer."""
+        if not self._checked:
+            optimizer._check_step()
+            self._checked = True
+            return
+        optimizer._check_groups()
+        for p in _parameters(optimizer):
+            if p.grad is not None and not (local_of(p).is_contiguous() and local_of(p.grad).layout == torch.strided):
+                optimizer._check_step()
 
     def _reading(self, optimizer: Muon) -> Moving:
         """What a step reads of the groups."""
@@ -322,6 +324,7 @@ class Gather:
             moves = [place for place, matrix in enumerate(self._survey.matrices) if own[matrix.parameter]]
             self._schedules[key] = self._stages(moves, lanes)
             self._resolve(self._schedules[key], moving)
+            _bound(self._schedules)
         return self._schedules[key]
 
     def _stages(self, moves: Sequence[int], lanes: Sequence[Lane]) -> list[Stage]:
@@ -354,22 +357,15 @@ def _parameters(optimizer: Muon) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def _bound(schedules: dict[Any, Any]) -> None:
+    """Drop the oldest; the same ones on all ranks, as all have the same."""
+    while len(schedules) > MAX_SCHEDULES:
+        del schedules[next(iter(schedules))]
+
+
 def _moves(found: Found) -> bool:
     """Whether a parameter is matrices that a step is to move."""
     return found.blocks is not None and found.tensor.requires_grad
-
-
-def _complete(parameters: Sequence[Tensor], codes: Sequence[int]) -> None:
-    """Give every parameter that has a gradient somewhere one that is placed like itself; collective.
-
-    A shard without gradient counts as 0.
-    """
-    for p, code in zip(parameters, codes, strict=True):
-        if code and p.grad is None:
-            p.grad = torch.zeros_like(p)
-        if code and not code % 2:  # such as the partial sums of sequence parallelism
-            assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
-            p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def _found(optimizer: Muon) -> list[Found]:
@@ -381,17 +377,3 @@ def _found(optimizer: Muon) -> list[Found]:
                 blocks = optimizer._blocks_of(group, index, position) or Blocks()
             found.append(Found(name_of(group, index, position), p, blocks))
     return found
-
-
-def _code(p: Tensor, gradient: Any) -> int:
-    """A gradient as a number below 256; UsageError where it is none of this parameter's."""
-    if gradient is None:
-        return NO_GRADIENT
-    if gradient.dtype not in DTYPES:
-        raise UsageError(f"gradients of {gradient.dtype} cannot be used; choose one of {DTYPES}")
-    code = 1 + 2 * DTYPES.index(gradient.dtype)
-    if not isinstance(p, DTensor):
-        return code
-    if not isinstance(gradient, DTensor) or gradient.device_mesh != p.device_mesh:
-        raise UsageError("a gradient of a DTensor must be a DTensor on the same mesh")
-    return code + (gradient.placements != p.placements)
