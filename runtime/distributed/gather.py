@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from dmuon_tune.errors import UsageError
-from dmuon_tune.recipe import Group
 
-from ..batches import Kind, Setting, are_finite
+from ..batches import Setting, are_finite
 from ..blocks import Blocks
 from ..newton_schulz import GramNewtonSchulz, cut_batch
 from ..ownership import Assignment
@@ -58,6 +57,7 @@ class Gather:
         self._made: Control | None = None
         self._agreements: dict[torch.device, Agreement] = {}
         self._plan: Plan | None = None
+        self._resolved: set[tuple[int, Wanted]] = set()  # by rank
         self._owners: dict[tuple[Tensor, int], int] = {}  # by parameter and block
         self._survey = Survey()
         self._owner: list[int] = []
@@ -342,15 +342,20 @@ class Gather:
         ]
 
     def _resolve(self, stages: Sequence[Stage], moving: Moving) -> None:
-        """Kernels for the batches that this rank runs, as the first rank decides; collective."""
-        self._plan = self._agreement.prepare(
-            Wanted.of(group, kind.gradient_dtype, kind.mode, kind.dtype)
-            for stage in stages for kind, group in self._batches(stage, moving)
-        )
+        """Kernels for the batches that this rank runs, as the first rank decides; collective, unless every rank has
+        those of its own: each one knows the batches of all."""
+        every = {
+            (owner, one) for stage in stages for owner, batch in enumerate(stage.round.batches)
+            for one in self._wanted(stage, batch, moving)
+        }
+        if not every <= self._resolved:
+            self._plan = self._agreement.prepare(one for owner, one in sorted(every) if owner == self.control.rank)
+            self._resolved |= every
 
-    def _batches(self, stage: Stage, moving: Moving) -> Iterator[tuple[Kind, Group]]:
-        for kind, places in self._pipeline.kinds(stage, moving).items():
-            yield from ((kind, group) for _, group in cut_batch(len(places), kind.rows, kind.cols))
+    def _wanted(self, stage: Stage, batch: Sequence[int], moving: Moving) -> Iterator[Wanted]:
+        for kind, places in self._pipeline.kinds(batch, stage.gradient_dtype, moving).items():
+            for _, group in cut_batch(len(places), kind.rows, kind.cols):
+                yield Wanted.of(group, kind.gradient_dtype, kind.mode, kind.dtype)
 
 
 def _parameters(optimizer: Muon) -> list[Tensor]:

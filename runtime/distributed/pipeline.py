@@ -228,7 +228,7 @@ class Pipeline:
         numel = len(stage.batch) * self._numel(stage)
         room = self._polars[index % 2]
         polars, leaving = room.view(stage, numel, stage.dtype, lambda flat: self._results(stage, flat))
-        kinds = self.kinds(stage, moving)
+        kinds = self.kinds(stage.batch, stage.gradient_dtype, moving)
         for kind, some in kinds.items():
             momenta = tuple([moving.momentum(self.matrices[stage.batch[at]]) for at in some])
             given = [gradients[at] for at in some]
@@ -241,11 +241,11 @@ class Pipeline:
         self._traffic.ns_runs += len(stage.batch)
         return leaving
 
-    def kinds(self, stage: Stage, moving: Moving) -> dict[Kind, list[int]]:
-        """The places in this rank's batch, by what matrices must share to run together."""
+    def kinds(self, batch: Sequence[int], gradient_dtype: torch.dtype, moving: Moving) -> dict[Kind, list[int]]:
+        """The places in an owner's batch, by what matrices must share to run together."""
         kinds: dict[Kind, list[int]] = {}
-        for at, place in enumerate(stage.batch):
-            kinds.setdefault(moving.kind(self.matrices[place], stage.gradient_dtype), []).append(at)
+        for at, place in enumerate(batch):
+            kinds.setdefault(moving.kind(self.matrices[place], gradient_dtype), []).append(at)
         return kinds
 
     def _post_outward(self, stage: Stage, index: int, given: Sequence[Tensor], what: str = "updates") -> Posted:
