@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix=f"dmuon-tune-{worker['workerid']}-")  # holds the device's lock, among others
     os.chmod(folder, 0o755)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # multiprocessing removes what it has there at -100
 
 
 @pytest.fixture
