@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix=f"dmuon-tune-{worker['workerid']}-")  # holds the device's lock, among others
     os.chmod(folder, 0o755)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # multiprocessing removes what it has there at -100
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # multiprocessing removes its own in it at -100
 
 
 @pytest.fixture
