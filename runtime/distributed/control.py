@@ -210,7 +210,7 @@ class Control:
         deadline = time.monotonic() + self.timeout
         how = noted = ""
         try:
-            while not _is_complete(work, min(LOOK_S, max(0.0, deadline - time.monotonic()))):
+            while not _is_complete(work, min(LOOK_S, deadline - time.monotonic())):
                 noted = self._note(self._place(what))
                 self._check_failure()
                 if time.monotonic() >= deadline:
@@ -285,7 +285,7 @@ def _tensor(message: bytearray) -> Tensor:
 def _is_complete(work: dist.Work, seconds: float) -> bool:
     """Whether it is after this time; raises the collective's error."""
     try:
-        work.wait(timedelta(seconds=seconds))
+        work.wait(timedelta(milliseconds=max(1, round(seconds * 1000))))  # 0 would be without end
     except RuntimeError:
         if not work.is_completed():
             return False
