@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from functools import cache
@@ -13,6 +12,7 @@ import torch
 
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
+from dmuon_tune.processes import processors
 from dmuon_tune.words import counted
 
 GIB = 2**30
@@ -82,7 +82,7 @@ def _cpu() -> DeviceFingerprint:
     return DeviceFingerprint(
         name=_cpu_name(),
         arch=f"cpu-{platform.machine()}-{isa}",
-        sm_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        sm_count=processors(),
         smem_per_block_bytes=0,
         l2_bytes=_cpu_cache_bytes(),
         memory_bytes=0,  # a container's memory limit changes no CPU kernel

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dmuon_tune.errors import MissingEntryError, said
+from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, MissingEntryError
 from dmuon_tune.words import counted
 
 from . import options
@@ -17,20 +18,8 @@ from .output import note, print_json, say, table, warn
 if TYPE_CHECKING:
     from dmuon_tune.cache import ArtefactStore, Store
     from dmuon_tune.device import DeviceFingerprint
-
-BUILT, KEPT, BUSY, FAILED = "built", "kept", "busy", "failed"
-
-
-@dataclass(frozen=True)
-class Order:
-    """One artefact to build, as it is sent to another process; ``config`` is JSON types."""
-
-    folder: str
-    kernel: str
-    problem: Any
-    config: dict[str, Any]
-    device: DeviceFingerprint
-    rebuild: bool
+    from dmuon_tune.measure.executor import Executor
+    from dmuon_tune.measure.job import BuildJob, Built
 
 
 def register(actions: Any) -> None:
@@ -43,28 +32,42 @@ def register(actions: Any) -> None:
         "--arch", action="append", default=[], metavar="ARCH",
         help="only this architecture, such as sm_90a or cpu (default: every one that the cache holds; repeatable)",
     )
-    parser.add_argument("--jobs", type=options.positive, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument(
+        "--jobs", type=options.positive, metavar="N",
+        help="processes that compile beside each other (default: one a processor, as far as memory allows)",
+    )
+    parser.add_argument(
+        "--compile-timeout", type=options.seconds, default=300.0, metavar="TIME",
+        help="of one artefact, then its process is replaced (default: 5m)",
+    )
     parser.add_argument("--rebuild", action="store_true", help="compile also what is there already")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from dmuon_tune.cache import ArtefactStore, Store, user_cache_path
+    from dmuon_tune.measure.artefact import FAILED
 
     path = args.cache or str(user_cache_path())
     artefacts = ArtefactStore.beside(path)
     with Store.open(path, read_only=True) as store:
-        orders = _orders(store, path, artefacts, args.arch, args.rebuild)
-    if not orders:
+        jobs = _jobs(store, path, artefacts, args.arch, args.rebuild)
+    if not jobs:
         note("nothing to compile: the library or a kernel of another project won everything that is current")
-    rows: list[dict[str, Any]] = []
-    for order, (state, detail) in _results(orders, args.jobs):
-        row = {
-            "kernel": order.kernel, "problem": order.problem.label(), "arch": order.device.arch, "state": state,
-            "detail": detail,
-        }
-        rows.append(row)
-        note(f"{len(rows)}/{len(orders)} {state}: {order.kernel} for {row['problem']} on {row['arch']}")
+    built: dict[int, Built] = {}
+    try:
+        for place, result in _results(jobs, artefacts, args):
+            built[place] = result
+            job = jobs[place]
+            where = f"{job.kernel_name} for {job.problem.label()} on {job.target.arch}"
+            note(f"{len(built)}/{len(jobs)} {result.state}: {where}")
+    except KeyboardInterrupt:
+        note("interrupted; what was built is kept: run the same command to go on")
+        return INTERRUPTED_EXIT_CODE
+    rows = [
+        {"kernel": job.kernel_name, "problem": job.problem.label(), "arch": job.target.arch, **vars(built[place])}
+        for place, job in enumerate(jobs)
+    ]
     if args.format == "json":
         print_json({"folder": str(artefacts.folder), "artefacts": rows})
     else:
@@ -75,11 +78,12 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _orders(
+def _jobs(
     store: Store, path: str, artefacts: ArtefactStore, wanted: Sequence[str], rebuild: bool
-) -> list[Order]:
+) -> list[BuildJob]:
     """What to build for each device model of the cache; MissingEntryError where it holds nothing for ``wanted``."""
     from dmuon_tune.cache import Layers
+    from dmuon_tune.measure.job import BuildJob
     from dmuon_tune.measure.standing import winners
     from dmuon_tune.runtime.needed import needed
     from dmuon_tune.space import config_to_dict
@@ -97,15 +101,15 @@ def _orders(
     if len(best) < len(standing):
         stale = f"{len(standing) - len(best)} of {counted(len(standing), 'winner')}"
         warn(f"{stale} left out, made by other code or tools than this machine's; 'dmuon-tune show' says which")
-    orders = []
+    jobs = []
     environ = {"DMUON_TUNE_CACHE_PATH": path, "DMUON_TUNE_CACHE_DIR": str(artefacts.folder.parent)}
     with Layers.open(environ) as layers:
         for device in chosen:
             of_device = [entry for entry in best if entry.key.device == device]
             for each in needed(layers, device, store.recipes(device), of_device):
                 config = config_to_dict(each.config)
-                orders.append(Order(str(artefacts.folder), each.spec.name, each.problem, config, device, rebuild))
-    return orders
+                jobs.append(BuildJob(str(artefacts.folder), each.spec.name, each.problem, config, device, rebuild))
+    return jobs
 
 
 def _is_arch(device: DeviceFingerprint, name: str) -> bool:
@@ -113,56 +117,78 @@ def _is_arch(device: DeviceFingerprint, name: str) -> bool:
     return name == device.kind or re.sub(r"(?<=\d)[af]$", "", name) == device.arch
 
 
-def _results(orders: Sequence[Order], jobs: int) -> Iterator[tuple[Order, tuple[str, str]]]:
-    """Each order with its state and detail. What another process is building is waited for at the end."""
-    busy = []
-    for order, result in _built(orders, jobs, wait=False):
-        if result[0] == BUSY:
-            busy.append(order)
+def _results(
+    jobs: Sequence[BuildJob], artefacts: ArtefactStore, args: argparse.Namespace
+) -> Iterator[tuple[int, Built]]:
+    """How each job ended, by its place, in the order in which they end.
+
+    What is here already, or cannot be built here, takes no process. Of those that compile to the same code one is
+    compiled. What another process is building is waited for at the end.
+    """
+    from dmuon_tune.measure.artefact import BUSY, FAILED, kept, key_of
+    from dmuon_tune.measure.executor import Executor, default_builders
+    from dmuon_tune.measure.job import Built
+
+    first: dict[Any, int] = {}  # of each code the job that compiles it
+    waiting: list[int] = []
+    alike: list[int] = []
+    for place, job in enumerate(jobs):
+        refused = _refusal(job)
+        known = Built(FAILED, refused) if refused else kept(job)
+        leader = first.setdefault(_code_of(job), place)
+        if known is not None:
+            yield place, known
         else:
-            yield order, result
-    yield from _built(busy, jobs, wait=True)
-
-
-def _built(orders: Sequence[Order], jobs: int, wait: bool) -> Iterable[tuple[Order, tuple[str, str]]]:
-    waits = [wait] * len(orders)
-    if min(jobs, len(orders)) <= 1:
-        yield from zip(orders, map(build, orders, waits), strict=True)
+            (waiting if leader == place else alike).append(place)
+    if not waiting and not alike:
         return
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
+    artefacts.prepare()
+    processes = min(args.jobs or default_builders(), max(1, len(waiting)))
+    failed: dict[int, Built] = {}
+    with Executor("cpu", processes, compile_timeout_s=args.compile_timeout) as executor:
+        busy = []
+        for place, result in _run(executor, {place: jobs[place] for place in waiting}):
+            if result.state == BUSY:
+                busy.append(place)
+                continue
+            if result.state == FAILED:
+                failed[place] = result
+            yield place, result
+        yield from _run(executor, {place: replace(jobs[place], wait=True) for place in busy})
+        rest = {}
+        for place in alike:
+            leader = first[_code_of(jobs[place])]
+            if leader in failed:
+                yield place, failed[leader]
+            else:
+                rest[place] = replace(jobs[place], wait=True, like=key_of(jobs[leader]).sha256)
+        yield from _run(executor, rest)
 
-    with ProcessPoolExecutor(min(jobs, len(orders)), multiprocessing.get_context("spawn")) as pool:
-        yield from zip(orders, pool.map(build, orders, waits), strict=True)
+
+def _run(executor: Executor, jobs: dict[int, BuildJob]) -> Iterator[tuple[int, Built]]:
+    """How each job ended, by its place; a process that died or was killed is a failure of the job that it had."""
+    from dmuon_tune.measure.artefact import FAILED
+    from dmuon_tune.measure.job import AnyJob, Built
+    from dmuon_tune.measurement import Measurement
+
+    places: dict[AnyJob, int] = {job: place for place, job in jobs.items()}
+    for job, outcome in executor.run(jobs.values()):
+        if not isinstance(outcome, Built):
+            assert isinstance(outcome, Measurement)
+            outcome = Built(FAILED, f"{outcome.status}: {outcome.log.splitlines()[0]}")
+        yield places[job], outcome
 
 
-def build(order: Order, wait: bool) -> tuple[str, str]:
-    """Build one artefact where it is not there whole: (state, what it weighs or why it failed)."""
+def _refusal(job: BuildJob) -> str | None:
+    """Why this machine cannot compile for a device."""
     from dmuon_tune.backends import backends, probe
-    from dmuon_tune.cache import ArtefactError, ArtefactStore
     from dmuon_tune.kernel_specs import kernel
-    from dmuon_tune.measure.build import compile_portable, tuning_key
-    from dmuon_tune.space import config_from_dict
 
-    spec, device, store = kernel(order.kernel), order.device, ArtefactStore(order.folder)
-    reason = backends()[spec.backend].unavailable(device)
-    if device.kind == "cpu" and device != probe.fingerprint("cpu"):
-        reason = f"CPU code is compiled on the machine it was tuned on, {device.name}"
-    if reason:
-        return FAILED, reason
-    key = tuning_key(spec, order.problem, device)
-    with store.building(key.sha256, order.config, wait) as is_mine:
-        if not is_mine:
-            return BUSY, ""
-        try:
-            found = None if order.rebuild else store.find(key.sha256, order.config)
-            if found is not None:
-                store.read(found)
-                return KEPT, counted(found.size_bytes, 'byte')
-        except ArtefactError:
-            pass  # damaged: built again
-        try:
-            code = compile_portable(spec, order.problem, config_from_dict(spec.Config, order.config), device)
-        except Exception as error:  # a DSL may raise anything; the others are built all the same
-            return FAILED, said(error)
-        return BUILT, counted(store.add(key, order.config, code).size_bytes, 'byte')
+    if job.target.kind == "cpu" and job.target != probe.fingerprint("cpu"):
+        return f"CPU code is compiled on the machine it was tuned on, {job.target.name}"
+    return backends()[kernel(job.kernel_name).backend].unavailable(job.target)
+
+
+def _code_of(job: BuildJob) -> Any:
+    """What is equal for jobs that compile to the same code: a device's memory changes none."""
+    return job.kernel_name, job.problem, json.dumps(job.config, sort_keys=True), replace(job.target, memory_bytes=0)

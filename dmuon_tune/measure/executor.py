@@ -17,15 +17,16 @@ from typing import Any
 
 from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.measurement import Measurement
-from dmuon_tune.processes import ended
+from dmuon_tune.processes import ended, free_memory_bytes, processors
 
-from .job import LOG_CHARS, AnyJob, Job, Outcome, RaceResult
+from .job import LOG_CHARS, AnyJob, Job, Outcome
 
-__all__ = ["Executor", "Job", "default_workers"]
+__all__ = ["Executor", "Job", "default_builders", "default_workers"]
 
 START_TIMEOUT_S = 300.0  # importing PyTorch from a cold network file system takes minutes
 POLL_S = 0.5  # a dead worker's child may keep its pipe open, so its exit is also asked for
 GPU_MOST_WORKERS = 12
+BUILDER_BYTES = 2**30  # PyTorch, the DSLs and one compiler; 0.53 GB and as much for nvcc were seen
 # Not multiprocessing's spawn, which runs the caller's main module again: that fails for a script on stdin and for one
 # without a __main__ guard.
 BOOTSTRAP = (
@@ -39,8 +40,14 @@ def default_workers(device_kind: str, devices: int = 1) -> int:
     other."""
     if device_kind == "cpu":
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(GPU_MOST_WORKERS, (cores - 2) // devices))
+    return max(1, min(GPU_MOST_WORKERS, (processors() - 2) // devices))
+
+
+def default_builders() -> int:
+    """As many processes as compile beside each other and launch nothing: one a processor, as far as memory allows."""
+    free_bytes = free_memory_bytes()
+    fitting = processors() if free_bytes is None else free_bytes // BUILDER_BYTES
+    return max(1, min(processors(), fitting))
 
 
 class Executor:
@@ -233,7 +240,7 @@ class _Worker:
             self._entrant = content
         elif kind == "result":
             outcome: Outcome = content
-            if isinstance(outcome, RaceResult) or outcome.ok:
+            if not isinstance(outcome, Measurement) or outcome.ok:
                 return outcome
             return replace(outcome, log=self._with_output(outcome.log))
         return None

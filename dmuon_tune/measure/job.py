@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
@@ -62,8 +63,38 @@ class RaceResult:
     measurements: tuple[Measurement | None, ...]
 
 
-AnyJob = Job | ChainJob | RaceJob
-Outcome = Measurement | RaceResult
+@dataclass(frozen=True)
+class BuildJob:
+    """Compile one configuration for a GPU of ``target``'s architecture, which need not be here, or for this CPU, and
+    keep the artefact in ``folder``.
+
+    What is there and whole is kept, unless ``rebuild``. Where another process builds the same, ``wait`` for it. The
+    code is that of the artefact whose key is ``like``, where there is one.
+    """
+
+    device: ClassVar[str] = "cpu"  # it launches nothing
+    seed: ClassVar[int] = 0
+
+    folder: str
+    kernel_name: str
+    problem: Problem
+    config: dict[str, Any] = field(hash=False)
+    target: DeviceFingerprint
+    rebuild: bool = False
+    wait: bool = False
+    like: str = ""
+
+
+@dataclass(frozen=True)
+class Built:
+    """How that ended: ``built``, ``kept``, ``busy`` (another process builds it) or ``failed``; its size, or why."""
+
+    state: str
+    detail: str = ""
+
+
+AnyJob = Job | ChainJob | RaceJob | BuildJob
+Outcome = Measurement | RaceResult | Built
 
 
 def last_traceback() -> str:

@@ -20,10 +20,11 @@ from dmuon_tune.kernel_specs import ops
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.processes import die_with
 
+from .artefact import build_artefact
 from .build import compile_once
 from .chain import BoundChain, check_and_time
 from .device_lock import device_lock
-from .job import AnyJob, ChainJob, Job, Outcome, RaceJob, last_traceback
+from .job import AnyJob, BuildJob, ChainJob, Job, Outcome, RaceJob, last_traceback
 from .race import race
 from .timing import time_launch
 from .verify import verify
@@ -50,8 +51,11 @@ def main(pipe: int, parent: int) -> None:
 
 
 def measure(job: AnyJob, report: Report) -> Outcome:
-    """Build, check and time one configuration, one chain or one race. On a CPU all of it holds the device's lock,
-    because a compilation would disturb another process's timing; on a GPU only the launches do."""
+    """Build, check and time one configuration, one chain or one race, or build one artefact. On a CPU all measuring
+    holds the device's lock, because a compilation would disturb another process's timing; on a GPU only the launches
+    do."""
+    if isinstance(job, BuildJob):
+        return build_artefact(job, report)
     device = _enter(job.device)
     with ExitStack() as held:
 
@@ -68,7 +72,9 @@ def measure(job: AnyJob, report: Report) -> Outcome:
         return outcome
 
 
-def _measure(job: AnyJob, device: DeviceFingerprint, report: Report, lock: Callable[[], None]) -> Outcome:
+def _measure(
+    job: Job | ChainJob | RaceJob, device: DeviceFingerprint, report: Report, lock: Callable[[], None]
+) -> Outcome:
     """``lock`` is called before the first launch."""
     if isinstance(job, RaceJob):
         return race(job, device, report, lock)

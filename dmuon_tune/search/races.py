@@ -126,6 +126,7 @@ class Finals:
                 self._store.record(entry.key, entry.config, replace(measurement, resources=plain), provenance)
             results = [pair for pair in results if pair not in disturbed]
         else:
+            assert isinstance(outcome, Measurement)
             culprit = outcome.resources.get("entrant")
             if culprit is None:
                 return False

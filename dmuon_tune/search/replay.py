@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
+
+from dmuon_tune.processes import processors
 
 from .record import Record
 from .samplers import Floats, sampler_type
@@ -69,7 +70,7 @@ def replay(
         (record, name, len(record.rows) if is_blind[name] else min(evaluations, len(record.rows)), seed)
         for record in records for name in names for seed in range(1 if is_blind[name] else seeds)
     ]
-    processes = min(len(os.sched_getaffinity(0)), len(tasks) * evaluations // PROCESS_EVALUATIONS)
+    processes = min(processors(), len(tasks) * evaluations // PROCESS_EVALUATIONS)
     if processes > 1:
         with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
             runs = iter(list(pool.map(_run, tasks)))
