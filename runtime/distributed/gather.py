@@ -27,7 +27,7 @@ from .adamw import LocalAdamW, like
 from .agreement import Agreement, Wanted
 from .control import Control
 from .exchange import Exchange, Traffic, to_holders, to_owners
-from .gradients import DTYPES, NO_GRADIENT, code_of, complete, disagreement
+from .gradients import NO_GRADIENT, code_of, complete, disagreement, dtype_of
 from .pieces import Matrix, local_of, shard_of
 from .pipeline import Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
@@ -103,10 +103,10 @@ class Gather:
         optimizer._planned = True
         return (self._plan,) if self._plan and self._plan.groups else ()
 
-    def ready(self, optimizer: Muon, what: str = "") -> None:
-        """All ranks are in ``what``, and have agreed where everything is; collective."""
+    def ready(self, optimizer: Muon, what: str = "", error: Exception | None = None) -> None:
+        """All ranks are in ``what``, none with an ``error``, and have agreed where everything is; collective."""
         if what:
-            self.control.agree(what)
+            self.control.agree(what, error=error)
         if not optimizer._planned:
             self.place(optimizer)
 
@@ -133,14 +133,16 @@ class Gather:
 
     def state(self, optimizer: Muon) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as its checkpoints have it: momenta lie as their parameters do; collective."""
-        self.ready(optimizer, "state_dict")
-        local: dict[int, Tensor] = {}
+        parameters, local, error = _parameters(optimizer), dict[int, Tensor](), None
         state = {p: {key: value for key, value in its.items() if key != "owned"} for p, its in optimizer.state.items()}
-        parameters = _parameters(optimizer)
-        for index, p in enumerate(parameters):
-            if "owned" in optimizer.state.get(p, {}):
-                local[index] = torch.empty_like(local_of(p), dtype=self._momentum_dtype)
-                state[p]["momentum_buffer"] = like(p, local[index])
+        try:
+            for index, p in enumerate(parameters):
+                if "owned" in optimizer.state.get(p, {}):
+                    local[index] = torch.empty_like(local_of(p), dtype=self._momentum_dtype)
+                    state[p]["momentum_buffer"] = like(p, local[index])
+        except Exception as raised:  # such as too little memory
+            error = raised
+        self.ready(optimizer, "state_dict", error)
         owned = {
             place: optimizer.state[parameters[matrix.parameter]]["owned"][matrix.block]
             for place, matrix in enumerate(self._survey.matrices)
@@ -168,6 +170,8 @@ class Gather:
                     local[index] = local_of(its["momentum_buffer"])
         except UsageError as raised:
             error = UsageError(f"{_found(optimizer)[index].name}: its {key}: {raised}")
+        except Exception as raised:  # such as too little memory
+            error = raised
         has = [index in local for index in range(len(parameters))]
         flags = self.control.agree("loaded", [*has, *(not each for each in has)], error)
         if any(both == (1, 1) for both in zip(flags[: len(has)], flags[len(has) :], strict=True)):
@@ -185,13 +189,16 @@ class Gather:
     def report(self, optimizer: Muon, spectra: bool) -> Report:
         """Every matrix that moves, by its owner's momentum alone, for its gradient is in pieces; collective."""
         self.ready(optimizer, "report")
-        own: list[tuple[int, dict[str, Any]]] = []
-        for stage in self._whole:
-            found = report(self._newton_schulz, self._directions(optimizer, stage), spectra, 0).matrices
-            own += [(place, asdict(each)) for place, each in zip(stage.batch, found, strict=True)]
+        own, error = list[tuple[int, dict[str, Any]]](), None
+        try:
+            for stage in self._whole:
+                found = report(self._newton_schulz, self._directions(optimizer, stage), spectra, 0).matrices
+                own += [(place, asdict(each)) for place, each in zip(stage.batch, found, strict=True)]
+        except Exception as raised:  # such as too little memory
+            error = raised
         by_place = {
             place: MatrixReport(**{**fields, "owner": rank})
-            for rank, some in enumerate(self.control.gather(own, "report")) for place, fields in some
+            for rank, some in enumerate(self.control.gather(own, "report", error)) for place, fields in some
         }
         return Report(tuple(by_place[place] for place in sorted(by_place)), optimizer.skipped_steps)
 
@@ -287,9 +294,10 @@ class Gather:
             self._checked = True
             return
         optimizer._check_groups()
-        for p in _parameters(optimizer):
-            if p.grad is not None and not (local_of(p).is_contiguous() and local_of(p.grad).layout == torch.strided):
-                optimizer._check_step()
+        usual = (local_of(p).is_contiguous() and local_of(p.grad).layout == torch.strided
+                 for p in _parameters(optimizer) if p.grad is not None)
+        if not all(usual):
+            optimizer._check_step()
 
     def _reading(self, optimizer: Muon) -> Moving:
         """What a step reads of the groups."""
@@ -320,10 +328,11 @@ class Gather:
         own = tuple(NO_GRADIENT if setting is None else code for code, setting in zip(codes, settings, strict=True))
         key = *own, moving.manners
         if key not in self._schedules:
-            lanes = [(DTYPES[(code - 1) // 2], p.dtype) for code, p in zip(own, moving.parameters, strict=True)]
+            lanes = [(dtype_of(code), p.dtype) for code, p in zip(own, moving.parameters, strict=True)]
             moves = [place for place, matrix in enumerate(self._survey.matrices) if own[matrix.parameter]]
-            self._schedules[key] = self._stages(moves, lanes)
-            self._resolve(self._schedules[key], moving)
+            stages = self._stages(moves, lanes)
+            self._resolve(stages, moving)
+            self._schedules[key] = stages
             _bound(self._schedules)
         return self._schedules[key]
 

@@ -29,6 +29,11 @@ def code_of(p: Tensor, gradient: Any) -> int:
     return code + (gradient.placements != p.placements)
 
 
+def dtype_of(code: int) -> torch.dtype:
+    """That of the gradient of this code; without one any."""
+    return DTYPES[(code - 1) // 2]
+
+
 def disagreement(p: Tensor, replicated: bool, least: int, most: int) -> str | None:
     """Why a gradient cannot be used whose codes on the ranks are from ``least`` to ``most``; the same on all ranks.
 
@@ -38,7 +43,7 @@ def disagreement(p: Tensor, replicated: bool, least: int, most: int) -> str | No
         return None
     if least != NO_GRADIENT:
         return "its gradient has another dtype or other placements on some ranks"
-    if replicated or not most % 2 or DTYPES[(most - 1) // 2] != p.dtype:
+    if replicated or not most % 2 or dtype_of(most) != p.dtype:
         return (
             "it has a gradient on some ranks only, and none that can be taken for 0 on the others; average it "
             "over the replicas first, as DistributedDataParallel does with find_unused_parameters=True"

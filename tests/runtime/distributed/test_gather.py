@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dmuon_tune.errors import UsageError
+from dmuon_tune.errors import PeerError, UsageError
 from dmuon_tune.runtime import Muon
+from dmuon_tune.runtime.distributed import gather
 
 from ..reference import gaussian
 from . import layouts
@@ -88,6 +89,38 @@ def case_report(rank: int, size: int) -> tuple[list[Any], str]:
     return [(each.name, each.owner, each.update_rms, each.sigma_max) for each in report.matrices], str(report)
 
 
+def case_errors_that_change_nothing(rank: int, size: int) -> list[str]:
+    """Of one rank in a report, a checkpoint and its loading, and of all where a step's kernels are decided."""
+    def broken(*arguments: Any) -> Any:
+        raise MemoryError("no room")
+
+    model = pair(8)
+    fully_shard(model)
+    optimizer = Muon(model, verbose=False)
+    give(model, 0)
+    optimizer.step()
+    kept, said = optimizer.state_dict(), []
+    calls = (
+        (gather, "report", optimizer.report), (gather, "like", optimizer.state_dict),
+        (gather.Gather, "_placed", lambda: optimizer.load_state_dict(kept)),
+    )
+    for owner, name, call in calls:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(owner, name, broken)
+            with pytest.raises((MemoryError, PeerError)) as raised:
+                call()
+        said.append(str(raised.value))
+    optimizer.param_groups[0]["nesterov"] = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather.Agreement, "prepare", broken)
+        for _ in range(2):  # what was not decided is not run the second time either
+            with pytest.raises(MemoryError):
+                optimizer.step()
+    optimizer.step()
+    return said
+
+
 def case_options_that_differ(rank: int, size: int) -> list[bool]:
     """Equal matrices of groups whose momentum, and update, are made otherwise, in the rounds of one batch."""
     found = []
@@ -116,6 +149,11 @@ def test_parameters_that_come_later_state_of_one_process_and_options_that_differ
     for case in (case_parameters_that_come_later, case_state_of_one_process, case_options_that_differ):
         for equal in worlds(2).run(case):
             assert equal and all(equal)
+
+
+def test_errors_that_change_nothing_are_raised_on_all_ranks_and_all_go_on(worlds: Worlds) -> None:
+    first, second = worlds(2).run(case_errors_that_change_nothing)
+    assert second == ["no room"] * 3 and all("rank 1 failed: MemoryError: no room" in text for text in first)
 
 
 def test_a_report_is_the_same_on_all_ranks(worlds: Worlds) -> None:
