@@ -64,6 +64,7 @@ def test_variables_of_a_test_reach_its_case(worlds: Worlds, monkeypatch: pytest.
 ])
 def test_a_rank_that_fails_is_shown_and_the_next_case_runs(worlds: Worlds, case: Any, status: list[str], text: str
                                                            ) -> None:
+    worlds(2).run(summed, 1.0)  # started before the timeout begins
     found = worlds(2).outcomes(case, timeout=3, grace=0.5)
     assert [outcome.status for outcome in found] == status
     assert text in found[1].error + found[1].details
