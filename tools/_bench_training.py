@@ -126,7 +126,7 @@ def phases_us(world: World, training: Training, steps: int) -> dict[str, float]:
 
 def free_us(world: World, training: Training, steps: int) -> list[float]:
     """Microseconds of each step in a row that is waited for at its end, on the rank that took longest."""
-    cuda = torch.cuda.is_available() and next(training.model.parameters()).device.type == "cuda"
+    cuda = next(training.model.parameters()).device.type == "cuda"
 
     def now() -> Any:
         if not cuda:

@@ -37,10 +37,9 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cli.options import positive
 from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.errors import UsageError
+from dmuon_tune.runtime.distributed.rounds import BUCKET_BYTES
 
 Row = dict[str, Any]
-
-BUCKET_BYTES = 2**28  # Muon's own default
 
 
 def train(
@@ -112,8 +111,6 @@ COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("x_adamw", 8, scaled(1, 3, "over_adamw")), ("faster", 7, scaled(1, 2, "faster")),
     ("loss", 7, lambda row: digits(row["losses"][-1], 3)),
 )
-
-
 
 
 def print_line(preset: str, optimizer: str, cells: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import UsageError
 from dmuon_tune.matrices import layer_of
-from dmuon_tune.problem import DTYPES
+from dmuon_tune.problem import DTYPES, ITEM_BYTES
 from dmuon_tune.recipe import WEIGHTS_DTYPE
 from dmuon_tune.words import counted
 
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from dmuon_tune.recipe import Recipe
     from dmuon_tune.runtime.ownership import Assignment, Costs, Work
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GIB = 2**30
-MOST_RANKS = 65536
 
 
 def register(commands: Any) -> None:

@@ -128,13 +128,11 @@ class Control:
             how = _cause(error)
         self._lost(what, how)
 
-    def wait(self, work: dist.Work | None, what: str, device: torch.device | None = None) -> None:
+    def wait(self, work: dist.Work, what: str, device: torch.device | None = None) -> None:
         """Until a collective is complete; on a CUDA device until the current stream is made to wait for it.
 
         There the next step's :meth:`agree` looks whether it has come to its end.
         """
-        if work is None:  # of a group of one rank
-            return
         if device is None or device.type == "cpu":
             self._finish(work, what)
             return

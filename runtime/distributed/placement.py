@@ -97,7 +97,7 @@ def _replicated(layout: Layout) -> bool:
 
 def owners_of(
     matrices: Sequence[Matrix], found: Sequence[Found], momentum_dtype: torch.dtype | None, control: Control,
-    chains: GramNewtonSchulz, device: torch.device, bucket_bytes: int, profile: bool = False,
+    chains: GramNewtonSchulz, device: torch.device, bucket_bytes: int, profile: bool,
 ) -> Assignment:
     """Who owns each matrix, decided by the first rank by its caches' costs or, to ``profile``, by what all ranks time
     now; collective. An owner's batches are at most ``bucket_bytes`` of the parameter's dtype."""

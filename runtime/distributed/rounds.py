@@ -35,7 +35,7 @@ class Round:
     batches: tuple[tuple[int, ...], ...]
 
 
-def rounds(items: Sequence[Item], world: int, bucket_bytes: int = BUCKET_BYTES) -> tuple[Round, ...]:
+def rounds(items: Sequence[Item], world: int, bucket_bytes: int) -> tuple[Round, ...]:
     """Divide all matrices into rounds of ``world`` owners' batches of at most ``bucket_bytes`` (or one matrix).
 
     The largest matrices come first: what is left at the end, which nothing hides, is small. A pure function of its

@@ -58,7 +58,6 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
         time.sleep(1.3)  # longer than the others wait before they look around
     work = dist.all_reduce(torch.ones(3), async_op=True)
     ours.wait(work, "gradients")
-    ours.wait(None, "nothing")
     exchange(ours)
     ours.step += 1
     return {**found, "after": ours.agree("step", [rank])}
