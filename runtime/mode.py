@@ -10,10 +10,14 @@ from torch import Tensor, distributed, nn
 
 from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
+from dmuon_tune.words import shown
 
 if TYPE_CHECKING:
     from .distributed.gather import Gather
     from .muon import Muon
+
+
+MAX_TIMEOUT_S = 1e9  # gloo counts milliseconds in 64 bits, and timedelta ends somewhat later
 
 
 def gather_for(
@@ -21,7 +25,8 @@ def gather_for(
 ) -> Gather | None:
     """The distributed part of an optimizer made for ``module`` (or groups), as its options say; None in one process."""
     checks.integer("bucket_bytes", bucket_bytes)
-    checks.number("timeout", timeout)
+    if not checks.is_number(timeout) or not 0 < float(timeout) <= MAX_TIMEOUT_S:
+        raise UsageError(f"timeout must be a number of seconds in (0, {MAX_TIMEOUT_S:g}], not {shown(timeout)}")
     checks.flag("profile", profile)
     group = group_for(module, optimizer._parameters(), process_group)
     if group is None:
@@ -29,7 +34,7 @@ def gather_for(
     from .distributed.gather import Gather  # imports DTensor, which one process does without
 
     chains, dtype = optimizer._newton_schulz, optimizer._momentum_dtype
-    return Gather(group, chains, dtype, bucket_bytes, timeout, profile)
+    return Gather(group, chains, dtype, bucket_bytes, float(timeout), profile)
 
 
 def group_for(module: Any, parameters: Iterable[Tensor], given: Any) -> Any:
@@ -41,6 +46,8 @@ def group_for(module: Any, parameters: Iterable[Tensor], given: Any) -> Any:
     if given is not None:
         if not distributed.is_available():
             raise UsageError("process_group must be None, not a group: this PyTorch has no torch.distributed")
+        if isinstance(given, int) and given == distributed.GroupMember.NON_GROUP_MEMBER:  # as new_group returns it
+            raise UsageError("process_group must have this rank in it; make the optimizer on the group's ranks alone")
         checks.instance("process_group", given, distributed.ProcessGroup)
         return given
     if isinstance(module, nn.Module):

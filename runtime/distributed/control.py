@@ -54,7 +54,11 @@ class Control:
         self._store = PrefixStore(f"dmuon_tune {next(_numbers[within.group_name])}", within.get_group_store())
         # No new_group: all ranks of the world would have to call it, or have been in equally many groups.
         later = timedelta(seconds=timeout + LATER_S)
-        self._gloo: Any = ProcessGroupGloo(self._store, self.rank, self.size, later)
+        self._meet()
+        try:
+            self._gloo: Any = ProcessGroupGloo(self._store, self.rank, self.size, later)
+        except RuntimeError as error:
+            raise PeerError(f"ranks cannot connect: {said(error)}; GLOO_SOCKET_IFNAME names their network") from None
         self._broken = ""
         self._launched: deque[tuple[torch.Event, str, int]] = deque()
         atexit.register(_tell_unhandled, weakref.ref(self))
@@ -160,6 +164,25 @@ class Control:
         self._broken = reason
         with suppress(RuntimeError):  # the store may have gone with the rank that kept it
             self._store.compare_set("failure", "", f"rank {self.ranks[self.rank]} failed: {reason}")
+
+    def _meet(self) -> None:
+        """Until all ranks have come here; PeerError that names those that have not in time."""
+        deadline, here = time.monotonic() + self.timeout, [f"here {rank}" for rank in self.ranks]
+        try:
+            self._store.set(here[self.rank], "yes")
+            while True:
+                with suppress(dist.DistStoreError):  # not yet
+                    self._store.wait(here, timedelta(seconds=LOOK_S))
+                    return
+                if time.monotonic() >= deadline:
+                    missing = [rank for rank, key in zip(self.ranks, here, strict=True) if not self._store.check([key])]
+                    break
+        except RuntimeError as error:
+            raise PeerError(f"the ranks cannot meet: {said(error)}") from None
+        raise PeerError(
+            f"waited {self.timeout:g} s for all ranks to make their first call of an optimizer; not arrived: "
+            f"{_named(missing)}; give process_group= all ranks that hold the model, and make as many optimizers on each"
+        )
 
     def _place(self, what: str) -> str:
         return f"{what}, step {self.step}"

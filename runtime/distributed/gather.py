@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -28,6 +29,7 @@ from .agreement import Agreement, Wanted
 from .control import Control
 from .exchange import Exchange, Traffic, to_holders, to_owners
 from .gradients import NO_GRADIENT, code_of, complete, disagreement, dtype_of
+from .options import check_alike, options_of
 from .pieces import Matrix, local_of, shard_of
 from .pipeline import Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
@@ -87,6 +89,7 @@ class Gather:
         except Exception as raised:
             error = raised
         self._survey = survey(found, self._group, self.control, error)
+        check_alike(self._given(optimizer), self.control)
         device = next(iter(devices), torch.device("cpu"))
         self._own(found, device)
         exchange = Exchange(self._group, self.control, self.traffic, device)
@@ -260,23 +263,23 @@ class Gather:
 
         Raises on all ranks, before anything has changed, for what any of them cannot use.
         """
-        codes, manner, finite, error = list[int](), [0, 0], True, None
+        codes, options, finite, error = list[int](), dict[str, Any](), True, None
         parameters = _parameters(optimizer)
         try:
             self._check(optimizer)
             codes = [code_of(p, p.grad) for p in parameters]
             moving = self._reading(optimizer)
-            manner = list(zlib.crc32(repr(moving.manners).encode()).to_bytes(4)[:2])
+            options = options_of(optimizer.param_groups)
             finite = not optimizer._skip_nonfinite or are_finite(
                 local_of(p.grad) for p in parameters if p.grad is not None
             )
         except Exception as raised:
             error, codes = raised, [NO_GRADIENT] * len(parameters)
-        told = [*codes, *manner]
+        told = [*codes, *zlib.crc32(json.dumps(options).encode()).to_bytes(4)]
         nonfinite, *both = self.control.agree("gradients", [not finite, *told, *(255 - code for code in told)], error)
         most, least = both[: len(told)], [255 - code for code in both[len(told) :]]
         if most[len(codes) :] != least[len(codes) :]:
-            raise UsageError("groups' momentum, nesterov, cautious or kind of learning rate are not alike on all ranks")
+            check_alike(options, self.control)
         most, least = most[: len(codes)], least[: len(codes)]
         for index, p in enumerate(parameters):
             reason = disagreement(p, self._survey.replicated[index], least[index], most[index])
@@ -285,6 +288,14 @@ class Gather:
         if nonfinite:
             return None
         return tuple(most), moving
+
+    def _given(self, optimizer: Muon) -> dict[str, Any]:
+        """The constructor's options that all ranks must have alike, besides the iteration's."""
+        chains = self._newton_schulz
+        return {
+            "eps": float(chains.eps), "ns_dtype": str(chains.dtype), "momentum_dtype": str(self._momentum_dtype),
+            "bucket_bytes": self._bucket_bytes, "profile": self._profile, "skip_nonfinite": optimizer._skip_nonfinite,
+        }
 
     def _check(self, optimizer: Muon) -> None:
         """What the optimizer checks before a step: all of it once, then what may have changed, on local tensors alone:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dmuon_tune.errors import DmuonTuneError
+from dmuon_tune.errors import DmuonTuneError, PeerError, UsageError
 from dmuon_tune.runtime import Muon
 
 from .cases import Steps, alone, difference
@@ -24,6 +25,11 @@ WEIGHT = "layers.0.up.weight"
 def option(rank: int, optimizer: Muon, parameters: dict[str, nn.Parameter]) -> None:
     if rank == 1:
         optimizer.param_groups[0]["momentum"] = 1.5
+
+
+def rate(rank: int, optimizer: Muon, parameters: dict[str, nn.Parameter]) -> None:
+    if rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
 
 
 def absent(rank: int, optimizer: Muon, parameters: dict[str, nn.Parameter]) -> None:
@@ -63,6 +69,7 @@ def refused(rank: int, size: int, layout: str, breaks: Breaks) -> str:
 @pytest.mark.parametrize(("layout", "breaks", "text"), [
     ("fsdp", option, "momentum"),
     ("ddp", option, "momentum"),
+    ("ddp", rate, "group 0: lr is 0.5 on rank 1 and 0.02 on rank 0"),
     ("ddp", absent, f"{WEIGHT}.*gradient on some ranks only"),
     ("hsdp", absent, f"{WEIGHT}.*gradient on some ranks only"),
 ])
@@ -180,3 +187,84 @@ def test_plain_parameters_of_a_given_group(worlds: Worlds) -> None:
         optimizer.step()
     for found in (first, *others):
         assert torch.equal(found, torch.stack([p.detach() for p in weights]))
+
+
+OF_GROUPS = {
+    "lr": 0.5, "weight_decay": 0.3, "momentum": 0.5, "nesterov": False, "cautious": True, "scale": "moonlight",
+    "momentum_form": "ema", "maximize": True, "betas": (0.5, 0.5), "eps": 0.1,
+}
+OF_ALL = {
+    "bucket_bytes": 100, "eps": 1.0, "momentum_dtype": "bfloat16", "ns_dtype": "bfloat16", "skip_nonfinite": True,
+    "profile": True,
+}
+
+
+def options_that_differ(rank: int, size: int) -> list[tuple[str, str]]:
+    """(Option, error) where the last rank has another value of it: at a later step, and from the start."""
+    weights = [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(6))]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "use_muon": False}]
+    optimizer, said = Muon(groups, process_group=distributed.group.WORLD), []
+
+    def step() -> None:
+        for p in weights:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    step()
+    before = [p.detach().clone() for p in weights]
+    for name, value in OF_GROUPS.items():
+        group = optimizer.param_groups[name in ("betas", "eps")]
+        kept, group[name] = group[name], value if rank == size - 1 else group[name]
+        with pytest.raises(DmuonTuneError) as raised:
+            step()
+        group[name] = kept
+        said.append((name, str(raised.value)))
+    assert all(torch.equal(p, old) for p, old in zip(weights, before, strict=True))
+    step()
+    for name, value in OF_ALL.items():
+        with pytest.raises(DmuonTuneError) as raised:
+            Muon(groups, process_group=distributed.group.WORLD, **{name: value} if rank == size - 1 else {}).plan()
+        said.append((name, str(raised.value)))
+    return said
+
+
+def test_an_option_that_differs_on_one_rank_is_named(worlds: Worlds) -> None:
+    first, *others = worlds(3).run(options_that_differ)
+    assert others == [first] * 2
+    for option, error in first:
+        assert re.search(rf"\b{option} is .* on rank 2 and .* on rank 0", error), (option, error)
+
+
+def never_there(rank: int, size: int) -> str:
+    """Some ranks alone make and use an optimizer of all."""
+    group = distributed.new_group(range(size))
+    if rank % 2:
+        return ""
+    with pytest.raises(PeerError) as raised:
+        Muon(parallel(Alone(), "fsdp", size), process_group=group, timeout=1, verbose=False).plan()
+    return str(raised.value)
+
+
+def test_ranks_that_do_not_come_to_the_first_call_are_named(worlds: Worlds) -> None:
+    first, _, third, _ = worlds(4).run(never_there)
+    assert first == third and "\n" not in first
+    assert first.startswith("waited 1 s") and "not arrived: ranks 1, 3;" in first and "process_group=" in first
+
+
+def of_the_other(rank: int, size: int) -> str:
+    group = distributed.new_group([0])
+    if rank == 0:
+        return ""
+    with pytest.raises(UsageError) as raised:
+        Muon([Alone().weight], process_group=group)
+    return str(raised.value)
+
+
+def test_a_group_without_this_rank(worlds: Worlds) -> None:
+    assert "this rank" in worlds(2).run(of_the_other)[1]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1e-400, 1e30, float("nan"), float("inf"), "60", True, None])
+def test_a_timeout_that_no_wait_can_have(timeout: Any) -> None:
+    with pytest.raises(UsageError, match="timeout must be"):
+        Muon([Alone().weight], timeout=timeout)
