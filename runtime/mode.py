@@ -43,12 +43,8 @@ def group_for(module: Any, parameters: Iterable[Tensor], given: Any) -> Any:
     ``given`` if there is one; else DistributedDataParallel's own, or all ranks where a parameter is a DTensor.
     Raises UsageError where there is no such group.
     """
+    check_group(given)
     if given is not None:
-        if not distributed.is_available():
-            raise UsageError("process_group must be None, not a group: this PyTorch has no torch.distributed")
-        if isinstance(given, int) and given == distributed.GroupMember.NON_GROUP_MEMBER:  # as new_group returns it
-            raise UsageError("process_group must have this rank in it; make the optimizer on the group's ranks alone")
-        checks.instance("process_group", given, distributed.ProcessGroup)
         return given
     if isinstance(module, nn.Module):
         for part in module.modules():
@@ -63,3 +59,14 @@ def group_for(module: Any, parameters: Iterable[Tensor], given: Any) -> Any:
     if tensors is not None and any(isinstance(p, tensors.DTensor) for p in parameters):
         return distributed.group.WORLD
     return None
+
+
+def check_group(given: Any) -> None:
+    """UsageError for what is neither None nor a process group with this rank in it."""
+    if given is None:
+        return
+    if not distributed.is_available():
+        raise UsageError("process_group must be None, not a group: this PyTorch has no torch.distributed")
+    if isinstance(given, int) and given == distributed.GroupMember.NON_GROUP_MEMBER:  # as new_group returns it
+        raise UsageError("process_group must have this rank in it; call this on the group's ranks alone")
+    checks.instance("process_group", given, distributed.ProcessGroup)

@@ -16,6 +16,8 @@ from dmuon_tune import checks
 from dmuon_tune.errors import DmuonTuneError, UsageError
 from dmuon_tune.words import counted, shown
 
+from ..mode import check_group
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -40,6 +42,7 @@ def clip_grad_norm_(
     for option, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not checks.is_number(value) or not float(value) >= 0 or (option == "norm_type" and float(value) == 0):
             raise UsageError(f"{option} must be a positive number or inf, not {shown(value)}")
+    check_group(process_group)
     power, found = float(norm_type), _listed(parameters)
     gradients = [p.grad for p in found if p.grad is not None]
     if any(gradient.layout != torch.strided for gradient in gradients):

@@ -134,6 +134,7 @@ def test_without_ranks_it_is_pytorchs() -> None:
         ({"norm_type": 0}, "norm_type must be a positive number or inf, not 0"),
         ({"norm_type": "fro"}, "norm_type must be a positive number or inf, not 'fro'"),
         ({"parameters": 3}, "parameters must be a sequence of Tensor, not 3"),
+        ({"process_group": "world"}, "process_group must be a ProcessGroup, not 'world'"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:

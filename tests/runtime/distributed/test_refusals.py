@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dmuon_tune.errors import DmuonTuneError, PeerError, UsageError
-from dmuon_tune.runtime import Muon
+from dmuon_tune.runtime import Muon, clip_grad_norm_
 
 from .cases import Steps, alone, difference
 from .layouts import OPTIONS, Alone, Toy, gradients, local, mesh_of, named, parallel, piece, places_of
@@ -257,6 +257,8 @@ def of_the_other(rank: int, size: int) -> str:
         return ""
     with pytest.raises(UsageError) as raised:
         Muon([Alone().weight], process_group=group)
+    with pytest.raises(UsageError, match="this rank"):
+        clip_grad_norm_(Alone(), 1.0, process_group=group)
     return str(raised.value)
 
 
