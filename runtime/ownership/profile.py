@@ -48,12 +48,10 @@ def shares(groups: Sequence[Group], ranks: int) -> list[list[Group]]:
 
 
 def profile(
-    groups: Iterable[Group], device: torch.device, newton_schulz: GramNewtonSchulz | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    groups: Iterable[Group], device: torch.device, chains: GramNewtonSchulz, dtype: torch.dtype
 ) -> list[Timed]:
     """Time each group's whole step of an owner on ``device``: from random gradients of ``dtype``, by Nesterov momentum
-    and ``newton_schulz`` (default: one with default options), to polar factors of that dtype."""
-    chains = GramNewtonSchulz() if newton_schulz is None else newton_schulz
+    and ``chains``, to polar factors of that dtype."""
     with device_context(device), chains.looking_up():
         return [Timed(group, _step_us(group, device, chains, dtype)) for group in groups]
 
