@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
@@ -29,7 +27,7 @@ from .agreement import Agreement, Wanted
 from .control import Control
 from .exchange import Exchange, Traffic, to_holders, to_owners
 from .gradients import NO_GRADIENT, code_of, complete, disagreement, dtype_of
-from .options import check_alike, options_of
+from .options import check_alike, digest, options_of
 from .pieces import Matrix, local_of, shard_of
 from .pipeline import Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
@@ -100,7 +98,7 @@ class Gather:
         self._checked = False
         self._schedules.clear()
         self._checkpoints.clear()
-        codes = [code_of(each.tensor, each.tensor) if _moves(each) else NO_GRADIENT for each in found]
+        codes = [code_of(each.tensor, each.tensor) if each.moves else NO_GRADIENT for each in found]
         moving = self._reading(optimizer)
         self._whole = self._scheduled(codes, moving)
         optimizer._planned = True
@@ -246,7 +244,7 @@ class Gather:
             return found[matrix.parameter].tensor, matrix.block
 
         for place, matrix in enumerate(self._survey.matrices):
-            if not _moves(found[matrix.parameter]):  # and so it costs its owner nothing
+            if not found[matrix.parameter].moves:  # and so it costs its owner nothing
                 self._owners.setdefault(key(matrix), place % self.control.size)
         new = [matrix for matrix in self._survey.matrices if key(matrix) not in self._owners]
         if new:
@@ -275,7 +273,7 @@ class Gather:
             )
         except Exception as raised:
             error, codes = raised, [NO_GRADIENT] * len(parameters)
-        told = [*codes, *zlib.crc32(json.dumps(options).encode()).to_bytes(4)]
+        told = [*codes, *digest(options)]
         nonfinite, *both = self.control.agree("gradients", [not finite, *told, *(255 - code for code in told)], error)
         most, least = both[: len(told)], [255 - code for code in both[len(told) :]]
         if most[len(codes) :] != least[len(codes) :]:
@@ -386,11 +384,6 @@ def _bound(schedules: dict[Any, Any]) -> None:
     """Drop the oldest; the same ones on all ranks, as all have the same."""
     while len(schedules) > MAX_SCHEDULES:
         del schedules[next(iter(schedules))]
-
-
-def _moves(found: Found) -> bool:
-    """Whether a parameter is matrices that a step is to move."""
-    return found.blocks is not None and found.tensor.requires_grad
 
 
 def _found(optimizer: Muon) -> list[Found]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
@@ -21,6 +23,11 @@ def options_of(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         f"group {index}: {option}": _plain(group[option])
         for index, group in enumerate(groups) for option in needed_options(group["use_muon"])
     }
+
+
+def digest(options: Mapping[str, Any]) -> bytes:
+    """Four bytes that are other ones where options are."""
+    return zlib.crc32(json.dumps(options).encode()).to_bytes(4)
 
 
 def check_alike(given: Mapping[str, Any], control: Control) -> None:

@@ -33,6 +33,11 @@ class Found(NamedTuple):
     tensor: Tensor
     blocks: Blocks | None
 
+    @property
+    def moves(self) -> bool:
+        """Whether it is matrices that a step is to move."""
+        return self.blocks is not None and self.tensor.requires_grad
+
 
 @dataclass(frozen=True)
 class Survey:
