@@ -38,6 +38,7 @@ from dmuon_tune.cli.options import positive
 from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.errors import UsageError
 from dmuon_tune.runtime.distributed.rounds import BUCKET_BYTES
+from dmuon_tune.words import counted
 
 Row = dict[str, Any]
 
@@ -133,9 +134,10 @@ def print_row(row: Row) -> None:
 def print_head(world: World, device: torch.device, date: str, options: argparse.Namespace) -> None:
     found = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
     recomputed = ", ".join(preset for preset in options.preset if recomputes(preset, options)) or "none"
+    layers = counted(options.layers, "layer") if options.layers else "all layers"
     print(f"{world.size} x {fingerprint(str(device)).name}, {found}, {date}")
     print(
-        f"{options.batch} x {options.sequence} tokens a rank, {options.layers or 'all'} layers, {options.steps} steps, "
+        f"{options.batch} x {counted(options.sequence, 'token')} a rank, {layers}, {counted(options.steps, 'step')}, "
         f"blocks recomputed in the backward: {recomputed}, blocks compiled: {'yes' if options.compile else 'no'}, "
         f"plain Newton-Schulz in bf16, {options.coefficients}"
     )

@@ -23,7 +23,7 @@ def longest_first(instance: Instance) -> Counts:
             return counts
     raise UsageError(
         f"found no way to divide the matrices' state among {counted(instance.owners, 'owner')} of "
-        f"{instance.memory_bytes} bytes; raise the limit or take more owners"
+        f"{counted(instance.memory_bytes or 0, 'byte')}; raise the limit or take more owners"
     )
 
 

@@ -97,9 +97,11 @@ class Instance:
             return
         largest, total = int(self.state_bytes.max()), int(self.state_bytes @ self.counts)
         if largest > self.memory_bytes:
-            raise UsageError(f"one matrix's state is {largest} bytes, an owner's limit {self.memory_bytes}; raise it")
+            raise UsageError(
+                f"one matrix's state is {counted(largest, 'byte')}, an owner's limit {self.memory_bytes}; raise it"
+            )
         if total > self.owners * self.memory_bytes:
             raise UsageError(
-                f"the matrices' state is {total} bytes, {counted(self.owners, 'owner')} of {self.memory_bytes} hold "
-                f"{self.owners * self.memory_bytes}; raise the limit or take more owners"
+                f"the matrices' state is {counted(total, 'byte')}, {counted(self.owners, 'owner')} of "
+                f"{self.memory_bytes} hold {self.owners * self.memory_bytes}; raise the limit or take more owners"
             )
