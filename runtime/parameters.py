@@ -231,6 +231,11 @@ def unusable(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> s
                 f"its {key} is on {value.device}, the parameter on {p.device}; move a model before its optimizer is "
                 "made, or load the optimizer's state_dict again"
             )
+        if not by_muon and value.is_floating_point() and value.dtype != p.dtype:  # AdamW's kernels take no mixture
+            return (
+                f"its {key} is {value.dtype}, the parameter {p.dtype}; convert a model before its optimizer is made, or "
+                "load the optimizer's state_dict again"
+            )
     return None
 
 

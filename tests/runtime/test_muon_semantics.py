@@ -240,3 +240,23 @@ def test_a_momentum_of_its_own_dtype() -> None:
 def test_wrong_splits_and_options_of_groups_are_refused(group: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         Muon([{"params": [("qkv.weight", nn.Parameter(gaussian(24, 30)))], **group}])
+
+
+def test_a_model_of_another_dtype_after_a_step_is_refused_whole() -> None:
+    """AdamW's kernels take no state of another dtype, and would say so after the matrices have moved."""
+    model = nn.Linear(6, 4)
+    optimizer = Muon(model, verbose=False)
+
+    def step() -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    step()
+    model.to(torch.float64)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(UsageError, match=r"'bias': its exp_avg is torch.float32, the parameter torch.float64"):
+        step()
+    assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
+    optimizer.load_state_dict(optimizer.state_dict())
+    step()
