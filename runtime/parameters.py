@@ -233,8 +233,8 @@ def unusable(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> s
             )
         if not by_muon and value.is_floating_point() and value.dtype != p.dtype:  # AdamW's kernels take no mixture
             return (
-                f"its {key} is {value.dtype}, the parameter {p.dtype}; convert a model before its optimizer is made, or "
-                "load the optimizer's state_dict again"
+                f"its {key} is {value.dtype}, the parameter {p.dtype}; convert a model before its optimizer is "
+                "made, or load the optimizer's state_dict again"
             )
     return None
 
