@@ -43,7 +43,7 @@ def instance(seed: int, classes: int = 12, matrices: int = 400) -> list[Work]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="bench_ownership", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=20, metavar="N", help="default: 20")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each solution (default: 2)")
     parser.add_argument("--format", choices=("table", "json"), default="table")

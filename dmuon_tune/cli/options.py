@@ -87,7 +87,7 @@ def seconds(text: str) -> float:
 def positive(text: str) -> int:
     """An integer of at least 1."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer of at most nine digits")
     return int(text)
 
 

@@ -112,6 +112,7 @@ def test_without_highs_it_says_so(run: Run, tuned: str, monkeypatch: pytest.Monk
         (("--world-size", "4"), "give one of"),
         (("--preset", "tiny", "--world-size", "4", "--nodes", "3"), "3 equal nodes"),
         (("--preset", "tiny", "--world-size", "0"), "positive"),
+        (("--preset", "tiny", "--world-size", "1000000000"), "nine digits"),
         (("--preset", "tiny", "--world-size", "4", "--device", "B300"), "no device of the caches"),
         (("--preset", "tiny", "--world-size", "4", "--memory-gb", "-1"), "GiB"),
         (("--preset", "tiny", "--world-size", "4", "--solve-seconds", "-1"), "out of range"),
