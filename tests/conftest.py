@@ -8,6 +8,7 @@ import json
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +37,8 @@ LONGEST = (  # files that 'make test' begins with, so that no worker is left wit
 
 def pytest_configure(config: pytest.Config) -> None:
     """Each of xdist's workers is a machine of its own: what one measures neither disturbs nor waits for the others."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job; processes inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = getattr(config, "workerinput", None)
     if worker is None:
         return

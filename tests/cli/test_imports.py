@@ -78,7 +78,6 @@ def test_the_library_is_measured_before_a_stuck_import_which_ends_with_its_paren
     tuning = subprocess.Popen(
         [sys.executable, "-m", "dmuon_tune", "tune", "--shapes", "2x8x24", "--device", "cpu", "--backends", "tilelang"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     done = place.with_name("importing.done")
     while not done.exists():

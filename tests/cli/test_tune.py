@@ -315,7 +315,6 @@ def test_ctrl_c_keeps_what_was_measured(own_cache: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     tuning = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     assert tuning.stderr is not None
     first = tuning.stderr.readline()  # written when the first result is in the cache

@@ -162,7 +162,6 @@ def _serve(rank: int, size: int, port: int, pipe: connection.Connection, folder:
         os.dup2(log.fileno(), stream)
     sys.stdout = sys.stderr = io.TextIOWrapper(log, line_buffering=True)
     faulthandler.register(signal.SIGUSR1, file=log.fileno(), all_threads=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job is born without
     import torch
     from torch import distributed
 
