@@ -331,15 +331,6 @@ def test_smaller_batches_of_the_untuned_chain_run_untuned() -> None:
     assert search.recipe().batch_costs == ((1, 1.0), (2, 2.0), (4, 4.0))
 
 
-def test_forms_are_tried_though_the_untuned_chain_failed() -> None:
-    known = tuned(SQUARE, "gram", "plain")
-    start = start_of(SQUARE, "gram")
-    forms = estimates(SQUARE, ("gram", "plain"), "float32", known)
-    search = ChainSearch(forms, known, SPECS, SMALL_L2, start)
-    asked = walk(search, lambda recipe: Measurement("crashed") if recipe == start else ok(5.0))
-    assert asked[0] == start and search.recipe().timed
-
-
 @pytest.mark.parametrize("start_us", [5.0, None])
 def test_the_untuned_chain_is_timed_once_where_it_is_the_winners(start_us: float | None) -> None:
     known = tuned(SQUARE, "gram", "plain")  # of libraries
