@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
-from dmuon_tune.recipe import pieces
+from dmuon_tune.recipe import Group, pieces
+
+from ..ownership.pricing import flops
 
 BUCKET_BYTES = 2**28  # of an owner's batch; its gradients, its updates and what is in flight are each at most that
 DEPTH = 2  # rounds whose gradients are under way
@@ -38,28 +40,35 @@ class Round:
 def rounds(items: Sequence[Item], world: int, bucket_bytes: int) -> tuple[Round, ...]:
     """Divide all matrices into rounds of ``world`` owners' batches of at most ``bucket_bytes`` (or one matrix).
 
-    The largest matrices come first: what is left at the end, which nothing hides, is small. A pure function of its
-    arguments, so every rank has the same rounds.
+    Every owner's batches go by their FLOPs, the most first. A round takes as long as its longest batch, and the sum of
+    these is least when all owners' batches are in that order; what is left at the end, which nothing hides, is small.
+    A pure function of its arguments, so every rank has the same rounds.
     """
-    by_lane: dict[Lane, list[list[tuple[int, ...]]]] = {}
-    by_kind: dict[tuple[Lane, int, int], list[list[Item]]] = {}
+    kinds: dict[tuple[Lane, int, int, int], list[Item]] = {}
     for item in items:
-        by_lane.setdefault(item.lane, [[] for _ in range(world)])
-        kind = by_kind.setdefault((item.lane, item.rows, item.cols), [[] for _ in range(world)])
-        kind[item.owner].append(item)
-    for (lane, _, _), owned in sorted(by_kind.items(), key=lambda known: -known[0][1] * known[0][2]):
-        for owner, some in enumerate(owned):
-            if some:
-                most = max(1, bucket_bytes // some[0].nbytes)
-                by_lane[lane][owner] += _batches([item.place for item in some], most)
+        kinds.setdefault((item.lane, item.rows, item.cols, item.owner), []).append(item)
+    by_lane: dict[Lane, list[list[_Batch]]] = {}
+    for (lane, rows, cols, owner), some in kinds.items():
+        owned = by_lane.setdefault(lane, [[] for _ in range(world)])
+        most = max(1, bucket_bytes // some[0].nbytes)
+        owned[owner] += _batches([item.place for item in some], rows, cols, most)
     return tuple(
-        Round(lane, tuple(batches)) for lane, owned in by_lane.items() for batches in zip_longest(*owned, fillvalue=())
+        Round(lane, tuple(batch.places if batch else () for batch in batches))
+        for lane, owned in by_lane.items() for batches in zip_longest(*map(sorted, owned))
     )
 
 
-def _batches(places: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    found, start = [], 0
+class _Batch(NamedTuple):
+    """In the order in which an owner runs its batches."""
+
+    flops: float  # negative
+    rows: int
+    cols: int
+    places: tuple[int, ...]
+
+
+def _batches(places: Sequence[int], rows: int, cols: int, most: int) -> Iterator[_Batch]:
+    start = 0
     for size in pieces(len(places), most):
-        found.append(tuple(places[start : start + size]))
+        yield _Batch(-flops(Group(size, rows, cols)), rows, cols, tuple(places[start : start + size]))
         start += size
-    return found

@@ -17,7 +17,7 @@ from .spread import over_nodes, owners_of
 class Assignment:
     """``owner`` of each matrix, in the order given; ``loads_us`` of each owner; ``bound_us`` is a time that no
     assignment's slowest owner beats. ``method``: ``column generation``, ``local search`` (where that met the bound, or
-    without HiGHS) or ``longest first`` (without time)."""
+    without HiGHS), ``longest first`` (without time) or ``even split`` (where that costs hardly more)."""
 
     owner: tuple[int, ...]
     loads_us: tuple[float, ...]
@@ -40,7 +40,8 @@ def assign(
     memory_bytes: int | None = None,
 ) -> Assignment:
     """Divide matrices, in model order, among ``owners`` equal ranks of ``nodes`` equal nodes (node by node) so that the
-    slowest is done as early as possible, each owner's batches of equal matrices taken together.
+    slowest is done as early as possible, each owner's batches of equal matrices taken together; each shape evenly where
+    that takes the slowest at most 1 % longer.
 
     ``memory_bytes`` limits the state on each owner (UsageError where that cannot be kept). At most about ``seconds`` go
     into improvement. With the time that all passes take the same seed gives the same result; a slower machine may stop

@@ -17,7 +17,7 @@ def longest_first(instance: Instance) -> Counts:
     matrix costs what it adds to its owner's batch). Where memory runs out that way, the largest state first; UsageError
     where that fails too."""
     nobody = np.zeros((len(instance.members), instance.owners), dtype=np.int64)
-    for order in (-instance.table[:, 1], -instance.state_bytes):
+    for order in (instance.table[:, 0] - instance.table[:, 1], -instance.state_bytes):
         counts = place(instance, nobody, instance.counts, [int(kind) for kind in np.argsort(order, kind="stable")])
         if counts is not None:
             return counts

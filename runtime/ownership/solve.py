@@ -1,4 +1,4 @@
-"""The order of the passes: longest first, local search, then column generation as long as the time limit allows."""
+"""The order of the passes: longest first, local search, column generation as long as time allows, then even splits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from .bounds import simple_bound
+from .even import evenly, is_even
 from .greedy import longest_first
 from .instance import Counts, Instance
 from .pairs import improve
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .columns import Columns
 
 CLOSE = 1e-3  # a slowest owner this near the bound, relatively, is near enough
+EVEN = 0.01  # that an even split may cost more, relatively
 PASSES = 8  # of rounding; the same for all machines that have the time
 SEARCHING, BOUNDING = 0.15, 0.6  # of the time at most
 PACKING = 0.25  # of the time that is left, for one search by branch and bound
@@ -36,8 +38,19 @@ class Solution:
 
 
 def solve(instance: Instance, seconds: float, seed: int) -> Solution:
-    """As good as ``seconds`` allow; with 0 the longest first alone."""
+    """As good as ``seconds`` allow, or an even split where that is about as good; with 0 the longest first alone."""
     start = monotonic()
+    found = _searched(instance, seconds, seed, start)
+    if seconds <= 0 or is_even(instance, found.counts):
+        return found
+    counts = evenly(instance, start + seconds)
+    most_us = float(instance.loads(found.counts).max()) * (1 + EVEN)
+    if counts is None or instance.loads(counts).max() > most_us:
+        return found
+    return Solution(counts, found.bound_us, "even split")
+
+
+def _searched(instance: Instance, seconds: float, seed: int, start: float) -> Solution:
     counts, bound_us = longest_first(instance), simple_bound(instance)
     if seconds <= 0:
         return Solution(counts, bound_us, "longest first")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import groupby, permutations
 from math import prod
 
 import pytest
@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dmuon_tune.errors import UsageError
+from dmuon_tune.recipe import Group
 from dmuon_tune.runtime.blocks import Blocks
 from dmuon_tune.runtime.distributed.exchange import Parcel, Transfer, to_holders, to_owners
 from dmuon_tune.runtime.distributed.pieces import (
@@ -35,6 +36,7 @@ from dmuon_tune.runtime.distributed.pieces import (
     shard_of,
 )
 from dmuon_tune.runtime.distributed.rounds import Item, Round, rounds
+from dmuon_tune.runtime.ownership.pricing import flops
 
 Where = Callable[[int, Parcel], Tensor]  # a rank's view of a parcel
 MESHES = [(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
@@ -205,15 +207,32 @@ def test_rounds_hold_every_matrix_once_in_batches_of_equal_ones(given: tuple[lis
             assert len({(each.rows, each.cols) for each in some}) <= 1
             assert len(some) <= 1 or sum(each.nbytes for each in some) <= bucket
     assert sorted(place for one in found for batch in one.batches for place in batch) == list(range(len(listed)))
-    # None is longer than its busiest owner needs, and each owner begins with its largest matrices.
+    # None is longer than its busiest owner needs, and each owner's longest batches come first.
     for lane, some in groupby(found, key=lambda one: one.lane):
         own = list(some)
         for owner in range(size):
             batches = [one.batches[owner] for one in own]
-            sizes = [listed[batch[0]].rows * listed[batch[0]].cols for batch in batches if batch]
-            assert sizes == sorted(sizes, reverse=True)
+            work = [work_of(listed, batch) for batch in batches if batch]
+            assert work == sorted(work, reverse=True)
             assert not any(later and not earlier for earlier, later in zip(batches, batches[1:], strict=False))
         assert sum(1 for one in found if one.lane == lane) == len(own)
+
+
+def work_of(listed: Sequence[Item], batch: Sequence[int]) -> float:
+    return sum(flops(Group(1, listed[place].rows, listed[place].cols)) for place in batch)
+
+
+def test_batches_of_like_work_share_a_round() -> None:
+    owned = [((64, 256), 1), ((48, 48), 20)], [((64, 256), 4), ((48, 48), 4)]
+    every = [(shape, owner) for owner, some in enumerate(owned) for shape, count in some for _ in range(count)]
+    listed = [Item(place, "lane", *shape, owner, shape[0] * shape[1]) for place, (shape, owner) in enumerate(every)]
+    first, second = zip(*(one.batches for one in rounds(listed, 2, 2 * 64 * 256)), strict=True)
+    assert (list(map(len, first)), list(map(len, second))) == ([10, 10, 1], [2, 2, 4])
+    work, *others = (
+        sum(max(work_of(listed, batch) for batch in one) for one in zip(first, order, strict=True))
+        for order in permutations(second)
+    )
+    assert work == min(others) < max(others)
 
 
 def test_a_piece_that_many_hold_is_sent_by_its_owner_or_the_next_one() -> None:
