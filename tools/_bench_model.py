@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmuon_tune.errors import UsageError
 from dmuon_tune.models import presets
+from dmuon_tune.words import counted
 
 ROPE_BASE = 1e6  # Qwen2.5's config.json
 INIT_STD = 0.02
@@ -55,15 +56,16 @@ def trainable() -> tuple[str, ...]:
 def numbers_of(preset: str, layers: int | None = None) -> Numbers:
     """A preset's extents, with fewer ``layers`` where asked; ``tiny`` has no heads: 4, in pairs on keys and values.
 
-    UsageError for a preset of another architecture.
+    UsageError for a preset of another architecture, or with fewer layers.
     """
     if preset not in trainable():
         raise UsageError(f"--preset {preset!r} is no model that this trains; choose among {', '.join(trainable())}")
     config = presets.CONFIGS[preset]
-    heads = config.get("num_attention_heads", 4)
+    heads, most = config.get("num_attention_heads", 4), config.get("num_hidden_layers") or config["num_layers"]
+    if layers is not None and layers > most:
+        raise UsageError(f"--layers {layers}: {preset} has {counted(most, 'layer')}; give at most that")
     return Numbers(
-        config["hidden_size"], config["intermediate_size"],
-        layers or config.get("num_hidden_layers") or config["num_layers"],
+        config["hidden_size"], config["intermediate_size"], layers or most,
         heads, config.get("num_key_value_heads", heads // 2), config["vocab_size"],
         config["model_type"] == "qwen2", config.get("tie_word_embeddings", False),
     )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dmuon_tune.cli.output import note
+from dmuon_tune.cli.output import note as note
 from dmuon_tune.cli.parser import Parser as Parser  # whose error is one line too
 from dmuon_tune.cli.program import DEBUG, guarded
 from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, UsageError

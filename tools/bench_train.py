@@ -8,7 +8,9 @@ row of steps that is waited for at its end: median, p20 and p80. ``forward``, ``
 for one by one on all ranks, in ms: medians of the slowest rank. ``sent_MB`` is what the optimizer sends to other ranks
 in a step, ``runs`` the matrices orthogonalized in it, both over all ranks; ``first_s`` the first step with all that is
 planned and compiled for it. ``x_adamw`` is the step over AdamW's, ``faster`` gather-then-compute's optimizer time over
-this one's. Run ``dmuon-tune tune --preset ...`` first. A rank that fails ends the run; torchrun then returns 1.
+this one's. All variants run ``--repeat`` times, every second time in reverse order, as a device's clock drifts; figures
+are medians over these passes. Run ``dmuon-tune tune --preset ... --world-size ...`` first. A rank that fails ends the
+run; torchrun then returns 1.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import argparse
 import gc
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ import torch.distributed as dist
 from _bench_model import RECOMPUTED_PARAMETERS, numbers_of, sharded, trainable
 from _bench_training import PROGRAM, Training, World, measure, timed_us
 from _bench_variants import VARIANTS, Setting, Variant
-from _runner import Parser, check_writable, run
+from _runner import Parser, check_writable, note, run
 from bench_ns import digits, names, versions
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,7 +67,7 @@ def train(
     make_us = timed_us(world, lambda: made.append(make(model, setting)))
     row = measure(world, Training(model, made.pop(), batch), options.steps)
     row["first_us"]["make"] = max(world.all(make_us))
-    row["tokens_per_s"] = world.size * options.batch * options.sequence / row["median_us"] * 1e6
+    row["tokens"] = world.size * options.batch * options.sequence
     return {"preset": preset, "variant": key, "optimizer": label, "model": asdict(numbers), **row}
 
 
@@ -81,9 +84,51 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def passes_of(
+    world: World, device: torch.device, preset: str, setting: Setting, options: argparse.Namespace
+) -> Iterator[list[Row]]:
+    """The rows of a preset's variants, each the medians over the passes so far; after each that was measured."""
+    keys = [key for key in VARIANTS if key in options.variants]
+    passes: dict[str, list[Row]] = {key: [] for key in keys}
+    for turn in range(options.repeat):
+        if options.compile:
+            torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
+        for key in reversed(keys) if turn % 2 else keys:
+            row = train(world, device, preset, key, setting, options)
+            release()
+            passes[key].append(row)
+            if world.rank == 0:
+                note(f"{preset}, pass {turn + 1} of {options.repeat}, {row['optimizer']}: {row['median_us'] / 1e3:.2f} "
+                     "ms a step", PROGRAM)
+            rows = [over_passes(some) for some in passes.values() if some]
+            for each in rows:
+                relate(each, rows)
+            yield rows
+
+
+def over_passes(passes: Sequence[Row]) -> Row:
+    """One row of a variant's: medians, but of what is the same in all, or comes once, the first pass's; the step and
+    its phases pass by pass."""
+    once = {name: passes[0][name] for name in ("model", "first_us", "losses")}
+    each = [{"median_us": row["median_us"], "phases_us": row["phases_us"]} for row in passes]
+    return {**medians(passes), **once, "passes": each}
+
+
+def medians(figures: Sequence[Any]) -> Any:
+    """Of floats, wherever they are in dictionaries and lists of the same form; else the first one's."""
+    first = figures[0]
+    if isinstance(first, dict):
+        return {name: medians([each[name] for each in figures]) for name in first}
+    if isinstance(first, list):
+        return [medians(each) for each in zip(*figures, strict=True)]
+    return median(figures) if isinstance(first, float) else first
+
+
 def relate(row: Row, others: Sequence[Row]) -> None:
-    """Add the step over AdamW's and gather-then-compute's optimizer time over this one's, where those were measured."""
-    beside = {other["variant"]: other for other in others if other["preset"] == row["preset"]} | {row["variant"]: row}
+    """Add tokens a second; the step over AdamW's and gather-then-compute's optimizer time over this one's, where those
+    were measured."""
+    row["tokens_per_s"] = row["tokens"] / row["median_us"] * 1e6
+    beside = {other["variant"]: other for other in others}
     if "adamw" in beside:
         row["over_adamw"] = row["median_us"] / beside["adamw"]["median_us"]
     if "gather-then-compute" in beside and row["variant"] != "adamw":
@@ -122,13 +167,30 @@ def print_line(preset: str, optimizer: str, cells: Sequence[str]) -> None:
 
 def print_row(row: Row) -> None:
     print_line(row["preset"], row["optimizer"], [text(row) for _, _, text in COLUMNS])
+    steps, updates = ([each["median_us"] for each in row["passes"]], [
+        each["phases_us"]["optimizer"] for each in row["passes"]
+    ])
+    if len(steps) > 1:
+        print_more(f"between passes, ms: step {between(steps)}, optimizer {between(updates)}")
     owned = row["ownership"]
     if owned:
-        slowest_ms, predicted_ms, bound_ms = (owned[name] / 1e3 for name in ("slowest_us", "predicted_us", "bound_us"))
-        print(f"{'':<13} slowest owner, ms: {slowest_ms:.3f}, predicted {predicted_ms:.3f} (bound {bound_ms:.3f}, gap "
-              f"{owned['gap']:.2%}): {slowest_ms / predicted_ms - 1:+.1%}")
+        slowest_ms, predicted_ms = (max(owned[name]) / 1e3 for name in ("owners_us", "predicted_owners_us"))
+        print_more(
+            f"slowest owner, ms: {slowest_ms:.3f}, predicted {predicted_ms:.3f} (bound {owned['bound_us'] / 1e3:.3f}, "
+            f"gap {owned['gap']:.2%}): {slowest_ms / predicted_ms - 1:+.1%}"
+        )
         ranges = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in row["ranges_us"].items() if not name[0].isdigit())
-        print(f"{'':<13} inside, ms on the slowest rank: {ranges}", flush=True)
+        print_more(f"inside, ms on the slowest rank: {ranges}")
+
+
+def print_more(text: str) -> None:
+    print(f"{'':<13} {text}", flush=True)
+
+
+def between(figures_us: Sequence[float]) -> str:
+    """From the least to the most, and how far apart."""
+    least, most = min(figures_us), max(figures_us)
+    return f"{least / 1e3:.2f} to {most / 1e3:.2f} ({most / least - 1:.1%})"
 
 
 def print_head(world: World, device: torch.device, date: str, options: argparse.Namespace) -> None:
@@ -145,31 +207,28 @@ def print_head(world: World, device: torch.device, date: str, options: argparse.
 
 
 def compare(world: World, device: torch.device, options: argparse.Namespace) -> None:
-    """Every variant on every preset; the first rank prints each as it is measured, and writes all so far."""
+    """Every variant on every preset, which the first rank prints preset by preset; it writes all so far each time."""
     setting = Setting(coefficient_set(options.coefficients), options.profile, options.bucket_bytes)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     if world.rank == 0:
         print_head(world, device, date, options)
     rows: list[Row] = []
     for preset in options.preset:
-        if options.compile:
-            torch.compiler.reset()  # a function has few compiled versions before torch.compile gives up on it
-        for key in (key for key in VARIANTS if key in options.variants):
-            row = train(world, device, preset, key, setting, options)
-            release()
-            relate(row, rows)
-            rows.append(row)
-            if world.rank == 0:
+        before = rows
+        for found in passes_of(world, device, preset, setting, options):
+            rows = before + found
+            if world.rank == 0 and options.json:
+                options.json.write_text(json.dumps({
+                    "date": date, "hardware": fingerprint(str(device)).to_dict(), "versions": versions(),
+                    "ranks": world.size, "batch": options.batch, "sequence": options.sequence,
+                    "coefficients": options.coefficients, "seed": options.seed, "compile": options.compile,
+                    "profile": options.profile, "bucket_bytes": options.bucket_bytes, "repeat": options.repeat,
+                    "recomputed": [preset for preset in options.preset if recomputes(preset, options)],
+                    "rows": rows,
+                }, indent=1))
+        if world.rank == 0:
+            for row in rows[len(before) :]:
                 print_row(row)
-                if options.json:
-                    options.json.write_text(json.dumps({
-                        "date": date, "hardware": fingerprint(str(device)).to_dict(), "versions": versions(),
-                        "ranks": world.size, "batch": options.batch, "sequence": options.sequence,
-                        "coefficients": options.coefficients, "seed": options.seed, "compile": options.compile,
-                        "profile": options.profile, "bucket_bytes": options.bucket_bytes,
-                        "recomputed": [preset for preset in options.preset if recomputes(preset, options)],
-                        "rows": rows,
-                    }, indent=1))
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
@@ -184,6 +243,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sequence", type=positive, default=2048, help="tokens of each (default: 2048)")
     parser.add_argument("--steps", type=positive, default=20, help="that are timed, by phase and again in a row "
                         "(default: 20)")
+    parser.add_argument("--repeat", type=positive, default=2, metavar="N", help="passes over the variants, in turn "
+                        "forward and backward (default: 2)")
     parser.add_argument("--device", default="auto", help="cuda, a GPU for each rank, or cpu (default: cuda if there)")
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, help="recompute blocks in the backward "
                         f"(default: from {RECOMPUTED_PARAMETERS / 1e9:.0f}e9 parameters on)")

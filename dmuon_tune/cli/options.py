@@ -73,14 +73,15 @@ def dtype(text: str) -> str:
     return name
 
 
-def seconds(text: str) -> float:
-    """A duration in seconds from ``90s``, ``4m``, ``1h30m`` or plain seconds."""
+def seconds(text: str, or_none: bool = False) -> float:
+    """A duration in seconds from ``90s``, ``4m``, ``1h30m`` or plain seconds; ``or_none``: 0 is one, too."""
     if not re.fullmatch(r"-?((\d+(\.\d+)?[smh])+|\d+(\.\d+)?)", text):
         raise argparse.ArgumentTypeError(f"duration {text!r} is not understood; write 90s, 4m, 1h or 1h30m")
     parts = re.findall(r"(\d+(?:\.\d+)?)([smh]?)", text)
     total = sum(float(number) * _UNIT_SECONDS[unit or "s"] for number, unit in parts)
-    if text.startswith("-") or not 0 < total < 366 * 24 * 3600:
-        raise argparse.ArgumentTypeError(f"duration {text!r} is out of range: more than 0, less than a year")
+    if text.startswith("-") or not (total or or_none) or total >= 366 * 24 * 3600:
+        least = "0 or more" if or_none else "more than 0"
+        raise argparse.ArgumentTypeError(f"duration {text!r} is out of range: {least}, less than a year")
     return total
 
 

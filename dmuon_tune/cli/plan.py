@@ -6,6 +6,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ def register(commands: Any) -> None:
     group.add_argument("--world-size", type=options.positive, required=True, metavar="N", help="ranks, all owners")
     group.add_argument("--nodes", type=options.positive, default=1, metavar="N", help="that they lie on (default: 1)")
     group.add_argument(
-        "--solve-seconds", type=_seconds, default=2.0, metavar="S",
+        "--solve-seconds", type=partial(options.seconds, or_none=True), default=2.0, metavar="S",
         help="for improvement of the longest-first plan; 0: none (default: 2)",
     )
     group.add_argument("--seed", type=_seed, default=0, help="of the search (default: 0)")
@@ -256,7 +257,12 @@ def _print(
         ],
     ))
     owners, nodes = _spread(args, solved, work)
-    note(f"a layer's matrices lie on {owners:.3g} owners of {nodes:.3g} nodes in the mean")
+    of_nodes = f" of {_mean(nodes, 'node')}" if args.nodes > 1 else ""
+    note(f"a layer's matrices lie on {_mean(owners, 'owner')}{of_nodes} in the mean")
+
+
+def _mean(number: float, name: str) -> str:
+    return f"{number:.3g} {name}" + ("" if number == 1 else "s")
 
 
 def _json(
@@ -279,10 +285,6 @@ def _json(
             for (name, place), item, owner in zip(names, work, solved.owner, strict=True)
         ],
     }
-
-
-def _seconds(text: str) -> float:
-    return 0.0 if re.fullmatch(r"0+(\.0+)?s?", text) else options.seconds(text)
 
 
 def _seed(text: str) -> int:

@@ -46,6 +46,7 @@ def test_table(run: Run, tuned: str) -> None:
     assert [line[0] for line in lines[1:6]] == ["ours", "FLOP-balanced", "round-robin", "count-balanced", "bound"]
     by_shape = {tuple(line[:2]): line for line in lines[8:]}
     assert by_shape["512", "2048"][2:4] == ["6", "measured"] and by_shape["64", "64"][2:4] == ["4", "estimated"]
+    assert "lie on 1.67 owners in the mean" in result.err
     assert "by costs of NVIDIA H200" in result.err and "1 of 2 shapes are estimated" in result.err
 
 
@@ -115,7 +116,7 @@ def test_without_highs_it_says_so(run: Run, tuned: str, monkeypatch: pytest.Monk
         (("--preset", "tiny", "--world-size", "1000000000"), "nine digits"),
         (("--preset", "tiny", "--world-size", "4", "--device", "B300"), "no device of the caches"),
         (("--preset", "tiny", "--world-size", "4", "--memory-gb", "-1"), "GiB"),
-        (("--preset", "tiny", "--world-size", "4", "--solve-seconds", "-1"), "out of range"),
+        (("--preset", "tiny", "--world-size", "4", "--solve-seconds", "-1"), "out of range: 0 or more"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_code_2(run: Run, arguments: tuple[str, ...], reason: str) -> None:

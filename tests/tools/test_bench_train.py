@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -69,6 +70,12 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
         assert all(5 < loss < 6 for loss in row["losses"])  # random bytes: log 256 = 5.5
         assert row["losses"][0] == rows["adamw"]["losses"][0]  # the same model and tokens
         assert row["optimizer"] in done.stdout
+        assert row["median_us"] == statistics.median(each["median_us"] for each in row["passes"])
+    said = [line for line in done.stderr.splitlines() if ", pass " in line]
+    labels = [row["optimizer"] for row in rows.values()]
+    assert [line.split(", pass ")[1].rpartition(":")[0] for line in said] == [
+        f"{turn} of 2, {label}" for turn, order in ((1, labels), (2, labels[::-1])) for label in order
+    ]
     count = sum(MATRICES.values())
     assert [row["runs"] for row in rows.values()] == [0, 2 * count, count]
     # In bf16 each rank's half once to the other; in fp32 half of each matrix to its owner, and half of its update back.
@@ -76,10 +83,11 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
     theirs, ours = rows["gather-then-compute"], rows["ours"]
     assert ours["faster"] == theirs["phases_us"]["optimizer"] / ours["phases_us"]["optimizer"]
     owned = ours["ownership"]
-    assert owned["slowest_us"] == max(owned["owners_us"]) > 0 and len(owned["owners_us"]) == 2
-    assert owned["predicted_us"] == max(owned["predicted_owners_us"]) >= owned["bound_us"] > 0
+    assert min(owned["owners_us"]) > 0 and len(owned["owners_us"]) == 2
+    assert max(owned["predicted_owners_us"]) >= owned["bound_us"] > 0
     assert {"momentum", "chain", "update"} <= ours["ranges_us"].keys()
-    for text in ("slowest owner, ms:", "inside, ms", "x_adamw", "blocks recomputed in the backward: none"):
+    for text in ("between passes, ms: step", "slowest owner, ms:", "inside, ms", "x_adamw",
+                 "blocks recomputed in the backward: none"):
         assert text in done.stdout
 
 
@@ -98,7 +106,8 @@ def test_a_rank_that_fails_says_why_and_ends_the_run(tmp_path: Path) -> None:
     [
         (("--preset", "gpt2"), "choose among"), (("--variants", "ours,best"), "unknown 'best'"),
         (("--batch", "0"), "--batch"),
-        (("--steps", "1"), "--steps 1"), (("--coefficients", "none"), "coefficient"), ((), "torchrun"),
+        (("--steps", "1"), "--steps 1"), (("--preset", "tiny", "--layers", "3"), "tiny has 2 layers"),
+        (("--coefficients", "none"), "coefficient"), ((), "torchrun"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_line(
