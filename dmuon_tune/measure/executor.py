@@ -17,9 +17,10 @@ from typing import Any
 
 from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.measurement import Measurement
+from dmuon_tune.problem import Problem
 from dmuon_tune.processes import ended, free_memory_bytes, processors
 
-from .job import LOG_CHARS, AnyJob, Job, Outcome
+from .job import LOG_CHARS, AnyJob, Job, Outcome, kernels_of
 
 __all__ = ["Executor", "Job", "default_builders", "default_workers"]
 
@@ -83,6 +84,8 @@ class Executor:
     def close(self) -> None:
         """Kill every worker; jobs under way are forgotten."""
         for worker in self._idle + self._busy:
+            worker.send_kill()  # all before any is waited for: leaving a GPU takes each a while
+        for worker in self._idle + self._busy:
             worker.kill()
         self._idle, self._busy = [], []
 
@@ -105,13 +108,20 @@ class Executor:
             self._idle.append(_Worker())
 
     def submit(self, job: AnyJob) -> None:
-        """Start a job; RuntimeError where no worker is free."""
+        """Start a job, in the free process that has compiled most of what it runs; RuntimeError where none is free."""
         if not self.has_room:
             raise RuntimeError("every worker is busy; wait() first")
-        while self._idle and not self._idle[-1].alive:
-            self._idle.pop().kill()
-        worker = self._idle.pop() if self._idle else _Worker()
+        for dead in [each for each in self._idle if not each.alive]:
+            self._idle.remove(dead)
+            dead.kill()
+        needed = kernels_of(job)
+        if self._idle:  # of equals the last that became free
+            worker = max(reversed(self._idle), key=lambda each: len(each.compiled & needed))
+            self._idle.remove(worker)
+        else:
+            worker = _Worker()
         self._busy.append(worker)
+        worker.compiled |= needed
         worker.begin(job)
 
     def wait(self, timeout_s: float | None = None) -> tuple[AnyJob, Outcome] | None:
@@ -158,9 +168,10 @@ class Executor:
 
 
 class _Worker:
-    """One measuring process, its pipe, and what it is doing."""
+    """One measuring process, its pipe, what it is doing, and which kernels it has ``compiled`` for that and before."""
 
     def __init__(self) -> None:
+        self.compiled: set[tuple[str, Problem, str]] = set()
         self.pipe, child = connection.Pipe()
         self._output = tempfile.TemporaryFile()
         # Shared with the child, so that its next line lands at the start after the file is emptied.
@@ -219,14 +230,18 @@ class _Worker:
             raise DmuonTuneError(f"a measuring process did not start within {limit_s:.0f} s; try fewer --workers")
         return self._failure("timeout", f"still {phase} after {limit_s:g} s")
 
-    def kill(self) -> None:
-        """Kill the process and its children; returns once it is gone or cannot be (stuck in a driver)."""
-        if self.pipe.closed:
-            return
+    def send_kill(self) -> None:
+        """Have the process and its children killed, without waiting for it."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             self._process.kill()
+
+    def kill(self) -> None:
+        """Kill the process and its children; returns once it is gone or cannot be (stuck in a driver)."""
+        if self.pipe.closed:
+            return
+        self.send_kill()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:

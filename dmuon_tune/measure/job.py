@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -95,6 +96,17 @@ class Built:
 
 AnyJob = Job | ChainJob | RaceJob | BuildJob
 Outcome = Measurement | RaceResult | Built
+
+
+def kernels_of(job: AnyJob) -> set[tuple[str, Problem, str]]:
+    """(Kernel, problem, configuration) of all that a process compiles for a job, unless it did for an earlier one."""
+    if isinstance(job, ChainJob):
+        found = [(pick.kernel, pick.problem, pick.config) for pick in job.recipe.picks]
+    elif isinstance(job, RaceJob):
+        found = [(entrant.kernel_name, job.problem, entrant.config) for entrant in job.entrants]
+    else:
+        found = [(job.kernel_name, job.problem, job.config)]
+    return {(name, problem, json.dumps(config, sort_keys=True)) for name, problem, config in found}
 
 
 def last_traceback() -> str:

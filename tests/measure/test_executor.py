@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.measure.device_lock import device_lock
 from dmuon_tune.measure.executor import Executor, Job
+from dmuon_tune.measure.job import ChainJob
+from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group
+from dmuon_tune.search.start import untuned_chain
 
 PROBLEM = Problem("gram", 3, 33, 33, 70, "float32", "float32")
 EXPECTED = {  # status and a part of the log
@@ -62,7 +68,18 @@ def test_every_misbehaviour_is_a_measurement(test_kernels: None, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
-def test_warmed_processes_are_used_and_replaced_once_dead() -> None:
+def processes_of(executor: Executor, *jobs: Job | ChainJob) -> list[int]:
+    """Which processes run them, beside each other."""
+    for each in jobs:
+        executor.submit(each)
+    found = [worker._process.pid for worker in executor._busy]
+    for _ in jobs:
+        ended = executor.wait()
+        assert ended is not None and isinstance(ended[1], Measurement) and ended[1].ok
+    return found
+
+
+def test_warmed_processes_are_used_where_most_is_compiled_and_replaced_once_dead() -> None:
     def children() -> set[int]:
         me = os.getpid()
         return {int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()} - before
@@ -73,13 +90,19 @@ def test_warmed_processes_are_used_and_replaced_once_dead() -> None:
         executor.warm(5)
         warmed = children()
         assert len(warmed) == 2 and executor.in_flight == 0
-        first = job("gram.library", {"entry": "baddbmm"})
-        assert [measurement.status for _, measurement in executor.run([first])] == ["ok"]
-        assert children() == warmed
+        specs = [spec for spec in kernels() if spec.backend == "library"]
+        recipe = untuned_chain(Group(1, 8, 24), "float32", specs, fingerprint("cpu"))
+        assert recipe is not None
+        gram, step, apply = (Job(pick.kernel, pick.problem, pick.config, "cpu", 1) for pick in recipe.picks)
+        first, second = processes_of(executor, gram, step)
+        assert processes_of(executor, gram, apply) == [first, second]
+        assert processes_of(executor, step) == [second] and processes_of(executor, gram) == [first]
+        assert processes_of(executor, ChainJob(recipe, "cpu", 1)) == [second], "two of its three kernels"
+        assert children() == warmed == {first, second}
         for pid in warmed:
             os.kill(pid, signal.SIGKILL)
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert [measurement.status for _, measurement in executor.run([first])] == ["ok"]
+        assert not set(processes_of(executor, gram)) & warmed
     assert not children()
 
 
