@@ -31,7 +31,7 @@ CLOSE = 1.03  # kernels whose medians alone are this close may change places ins
 CLOSE_OWN = 1.08  # an own kernel's beside the library's: at 1x1024x1024 that was 5 % faster alone, and its chain slower
 CLOSE_IN_L2 = 1.1  # ... and more so where the chain finds in the L2 what was cold when the product was timed alone
 
-FORMS, OWN, PIECES, RIVALS, PRICES = range(5)  # a search's stages
+FORMS, OWN, PRICES, RIVALS, PIECES = range(5)  # a search's stages
 
 Role = tuple[str, str]  # (op, epilogue): a product's place in a chain
 
@@ -89,21 +89,36 @@ def chunks(group: Group, form: str, dtype: str, l2_bytes: int) -> list[int]:
     return found
 
 
+def priced(groups: Iterable[Group]) -> dict[Group, tuple[int, ...]]:
+    """The batches whose costs each group's search finds out: 1, 2, 4, … below a shape's largest group, by that one
+    alone, without those that are groups themselves."""
+    batches: dict[tuple[int, int], list[int]] = {}
+    for group in groups:
+        batches.setdefault((group.rows, group.cols), []).append(group.batch)
+    return {
+        Group(max(found), rows, cols): tuple(
+            2**power for power in range(max(found).bit_length()) if 2**power < max(found) and 2**power not in found
+        )
+        for (rows, cols), found in batches.items()
+    }
+
+
 class ChainSearch:
     """One group's search: ``candidate`` is the chain to time next, None at the end; ``observe`` tells its outcome.
 
     First ``start``, the chain that runs untuned, so that what is kept is never slower. Then coordinate by coordinate,
     what promises most first (``stage``): the form, with the winners' kernels and the whole batch at once; own kernels
-    where the library won by little; smaller pieces; each product's rivals, where the chain spends most first; at last
-    (``is_pricing``) the costs of smaller batches.
+    where the library won by little; the costs of the smaller batches ``prices``, by which matrices are divided among
+    owners; then what gains a few percent at most: each product's rivals, where the chain spends most first, and smaller
+    pieces, for which everything compiles anew.
     """
 
     def __init__(
         self, estimated: Sequence[Recipe], tuned: Mapping[Problem, Tuned], specs: Sequence[KernelSpec],
-        device: DeviceFingerprint, start: Recipe | None = None,
+        device: DeviceFingerprint, start: Recipe | None = None, prices: Sequence[int] = (),
     ) -> None:
         self.group = estimated[0].group
-        self._start = start
+        self._start, self._prices = start, prices
         self._start_outcome: Measurement | None = None
         self.stage = FORMS
         self._estimated, self._tuned, self._device = estimated, tuned, device
@@ -119,10 +134,6 @@ class ChainSearch:
             self.candidate = self._steps.send(measurement)
         except StopIteration:
             self.candidate = None
-
-    @property
-    def is_pricing(self) -> bool:
-        return self.stage == PRICES
 
     @property
     def urgency(self) -> tuple[int, float]:
@@ -153,20 +164,19 @@ class ChainSearch:
                 yield from self._try(replace(recipe, cost_us=None), {})
         if self._best is None:
             return
-        picked: Mapping[Role, CacheEntry] = {}
-        if self._best[0].products().keys() <= self._tuned.keys():
-            picked = yield from self._refine(self._best[0])
+        are_winners_known = self._best[0].products().keys() <= self._tuned.keys()
+        picked: dict[Role, CacheEntry] = {}
+        if are_winners_known:
+            self.stage = OWN
+            picked = yield from self._prefer_own()
         self.stage = PRICES
         yield from self._price(picked)
+        if are_winners_known:
+            yield from self._refine(self._best[0], picked)
 
-    def _refine(self, recipe: Recipe) -> Generator[Recipe, Measurement, Mapping[Role, CacheEntry]]:
-        """Own kernels, pieces and rivals; returns what the fastest chain has in place of winners."""
+    def _refine(self, recipe: Recipe, picked: dict[Role, CacheEntry]) -> Generator[Recipe, Measurement, None]:
+        """Rivals, then pieces; ``picked`` is what the fastest chain has in place of winners."""
         assert self._best is not None
-        self.stage = OWN
-        picked = yield from self._prefer_own()
-        self.stage = PIECES
-        for chunk in chunks(self.group, recipe.form, recipe.dtype, self._device.l2_bytes):
-            yield from self._try(replace(recipe, chunk=chunk), picked)
         self.stage = RIVALS
         for role, found in self._by_worth(recipe).items():
             for rival in found.rivals:
@@ -174,7 +184,9 @@ class ChainSearch:
                     other = {**picked, role: rival}
                     if (yield from self._try(self._best[0], other)):
                         picked = other
-        return picked
+        self.stage = PIECES
+        for chunk in chunks(self.group, recipe.form, recipe.dtype, self._device.l2_bytes):
+            yield from self._try(replace(recipe, chunk=chunk), picked)
 
     def _by_worth(self, recipe: Recipe) -> dict[Role, Tuned]:
         """The products of a whole batch, those that the chain spends most time in first."""
@@ -217,16 +229,13 @@ class ChainSearch:
 
     def _price(self, picked: Mapping[Role, CacheEntry]) -> Generator[Recipe, Measurement, None]:
         assert self._best is not None
-        whole, batch = self._best[0], 1
-        while batch < self.group.batch:
-            group = replace(self.group, batch=batch)
-            chunk = whole.chunk if whole.chunk is not None and whole.chunk < batch else None
-            smaller = replace(whole, group=group, chunk=chunk, picks=())
+        whole = self._best[0]
+        for batch in self._prices:
+            smaller = replace(whole, group=replace(self.group, batch=batch), picks=())
             untuned = as_untuned(smaller, list(self._specs.values()), self._device) if whole == self._start else None
             measurement = yield untuned or replace(smaller, picks=self._picks(smaller, picked))
             if measurement.median_us is not None:
                 self._costs.append((batch, measurement.median_us))
-            batch *= 2
 
     def _picks(self, recipe: Recipe, picked: Mapping[Role, CacheEntry]) -> tuple[Pick, ...]:
         whole = {(p.op, p.epilogue): p for p in chain(self.group, recipe.form, recipe.dtype)}
@@ -279,16 +288,17 @@ def is_current(recipe: Recipe, specs: Sequence[KernelSpec], device: DeviceFinger
 
 def keep_recipe(search: ChainSearch, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store) -> Recipe:
     """Keep the recipe found in place of the one there was, unless that is of today's kernels and was timed, and this is
-    an estimate or slower; it then takes over the costs of smaller batches where it has none."""
+    an estimate or slower. Either takes over the other's costs of smaller batches where it has none."""
     recipe = search.recipe()
     kept = store.recipe(device, recipe.group, recipe.dtype)
     if kept is not None and is_current(kept, specs, device):
-        cut_short = search.candidate is not None and not search.is_pricing
         trial = store.chain_trial(chain_key(kept, device))
         kept_us = (trial.measurement.median_us if trial else kept.cost_us) or math.inf
-        is_comparable = trial is not None or cut_short  # else another version of chains.py timed it
-        if not recipe.timed or is_comparable and kept_us * FASTER < (recipe.cost_us or 0.0):
-            recipe = replace(kept, batch_costs=kept.batch_costs or recipe.batch_costs)
+        is_comparable = trial is not None or search.candidate is not None  # else another version of chains.py timed it
+        is_slower = is_comparable and kept_us * FASTER < (recipe.cost_us or 0.0)
+        best, other = (kept, recipe) if is_slower or not recipe.timed else (recipe, kept)
+        costs = {**dict(other.batch_costs), **dict(best.batch_costs)}
+        recipe = replace(best, batch_costs=tuple(sorted(costs.items())))
     if kept != recipe:
         store.put_recipe(device, recipe)
     return recipe

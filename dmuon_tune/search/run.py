@@ -213,8 +213,8 @@ class Run:
         self._retimings_s -= time.monotonic() - begin
 
     def time_chains(self, searches: list[ChainSearch]) -> int:
-        """Time the groups' chains, all recipes before any price of smaller batches; returns how many groups the
-        budget's end left unfinished."""
+        """Time the groups' chains, the earliest stage of all first; returns how many groups the budget's end left
+        unfinished."""
         self._extend(chains_share_s)
         self._grace_s = BUDGET_GRACE_S
         for search in searches:

@@ -15,7 +15,7 @@ from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .plan import searches_of
 from .problem_search import ProblemSearch
 from .progress import Progress, Silent
-from .recipes import CLOSE_OWN, ChainSearch, Tuned, close, estimates, keep_recipe
+from .recipes import CLOSE_OWN, ChainSearch, Tuned, close, estimates, keep_recipe, priced
 from .run import Run
 from .start import untuned_chain
 from .workload import served_forms
@@ -89,10 +89,10 @@ def _chain_searches(
                 continue
             rivals = search.rivals(run.provenance, close(search.problem, run.device))
             tuned[search.problem] = Tuned(best, rivals, search.own_rival(run.provenance, CLOSE_OWN))
-    found = []
+    found, prices = [], priced(groups)
     for group in dict.fromkeys(groups):
         estimated = estimates(group, served_forms(group, dtype, specs, run.device), dtype, tuned)
         if estimated:
             start = untuned_chain(group, dtype, specs, run.device)
-            found.append(ChainSearch(estimated, tuned, specs, run.device, start))
+            found.append(ChainSearch(estimated, tuned, specs, run.device, start, prices.get(group, ())))
     return found

@@ -22,7 +22,7 @@ from dmuon_tune.recipe import Group, Recipe, chain, first_launch, written
 from dmuon_tune.search.recipes import (
     FORMS,
     OWN,
-    PRICES,
+    PIECES,
     ChainSearch,
     Tuned,
     chunks,
@@ -30,6 +30,7 @@ from dmuon_tune.search.recipes import (
     estimates,
     is_current,
     keep_recipe,
+    priced,
 )
 from dmuon_tune.search.start import as_untuned
 
@@ -74,7 +75,8 @@ def walk(search: ChainSearch, measure: Callable[[Recipe], Measurement]) -> list[
 
 
 def search_of(group: Group, forms: tuple[str, ...], known: dict[Problem, Tuned]) -> ChainSearch:
-    return ChainSearch(estimates(group, forms, "float32", known), known, SPECS, SMALL_L2)
+    prices = priced([group])[group]
+    return ChainSearch(estimates(group, forms, "float32", known), known, SPECS, SMALL_L2, prices=prices)
 
 
 def kernels_of(recipe: Recipe) -> dict[str, str]:
@@ -105,7 +107,7 @@ def test_batches_are_halved_until_the_squares_stay_in_the_l2() -> None:
     assert chunks(group, "small", "float16", 1) == chunks(Group(1, 8, 8), "gram", "float16", 1) == []
 
 
-def test_form_then_pieces_then_tied_kernels_then_smaller_batches() -> None:
+def test_form_then_smaller_batches_then_tied_kernels_then_pieces() -> None:
     def measure(recipe: Recipe) -> Measurement:
         time_us = {"gram": 10.0, "plain": 12.0}[recipe.form] * recipe.group.batch
         time_us *= {None: 1.0, 3: 0.9, 2: 0.7}[recipe.chunk]
@@ -114,18 +116,19 @@ def test_form_then_pieces_then_tied_kernels_then_smaller_batches() -> None:
     search = search_of(BATCH, ("gram", "plain"), tuned(BATCH, "gram", "plain", ties=("gram", "apply")))
     asked = walk(search, measure)
     assert {(recipe.form, recipe.chunk) for recipe in asked[:2]} == {("gram", None), ("plain", None)}
-    assert [(recipe.form, recipe.chunk) for recipe in asked[2:4]] == [("gram", 3), ("gram", 2)]
-    assert [kernels_of(recipe) for recipe in asked[4:6]] == [
+    assert [(recipe.group.batch, recipe.form, recipe.chunk) for recipe in asked[2:5]] == [
+        (1, "gram", None), (2, "gram", None), (4, "gram", None)
+    ]
+    assert [kernels_of(recipe) for recipe in asked[5:7]] == [
         {"gram": "tilelang", "gemm_symmetric": "library", "apply": "library"},
         {"gram": "library", "gemm_symmetric": "library", "apply": "tilelang"},
     ]
-    assert all(recipe.chunk == 2 for recipe in asked[4:6])
-    assert [(recipe.group.batch, recipe.chunk) for recipe in asked[6:]] == [(1, None), (2, None), (4, 2)]
+    assert [(recipe.group, recipe.chunk) for recipe in asked[5:]] == [(BATCH, chunk) for chunk in (None, None, 3, 2)]
     best = search.recipe()
-    assert search.is_pricing and best.timed and (best.form, best.chunk, best.pieces) == ("gram", 2, (2, 2, 2))
+    assert search.stage == PIECES and best.timed and (best.form, best.chunk, best.pieces) == ("gram", 2, (2, 2, 2))
     assert kernels_of(best) == {"gram": "library", "gemm_symmetric": "library", "apply": "tilelang"}
     assert best.cost_us == ok(60.0 * 0.7 * 0.8).median_us
-    assert best.batch_costs == ((1, 8.0), (2, 16.0), (4, 40.0 * 0.7 * 0.8))
+    assert best.batch_costs == ((1, 10.0), (2, 20.0), (4, 40.0))
     assert is_current(best, SPECS, SMALL_L2)
     stale = replace(best, picks=(replace(best.picks[0], key="older code"), *best.picks[1:]))
     assert not is_current(stale, SPECS, SMALL_L2) and not is_current(replace(best, p20_us=None), SPECS, SMALL_L2)
@@ -152,7 +155,7 @@ def test_own_kernels_that_the_library_beat_by_little_come_before_pieces(
     tried = ["", *order]  # the products that the chain spends most in first
     assert found[: len(tried)] == tried and [recipe.chunk for recipe in asked[len(tried) :]] == [3, 2]
     best = min(map(lambda recipe: measure(recipe).median_us or 0.0, asked))
-    assert search.recipe().cost_us == best and search.stage == PRICES
+    assert search.recipe().cost_us == best and search.stage == PIECES
 
 
 def test_the_groups_that_promise_most_go_first() -> None:
@@ -181,7 +184,25 @@ def test_what_was_timed_and_is_faster_is_never_given_up(tmp_path: Path) -> None:
         assert keep(96.0, 97.0) == fast == store.recipe(SMALL_L2, pair, "float32")
         store.put_recipe(SMALL_L2, replace(fast, batch_costs=()))
         assert keep(96.0, 97.0) == replace(fast, batch_costs=((1, 96.0),))
-        assert keep(80.0, 97.0).cost_us == 80.0
+        unpriced = ChainSearch(estimates(pair, ("gram",), "float32", known), known, SPECS, SMALL_L2)
+        walk(unpriced, lambda recipe: ok(80.0))
+        faster = keep_recipe(unpriced, SPECS, SMALL_L2, store)
+        assert (faster.cost_us, faster.batch_costs) == (80.0, ((1, 96.0),)), "the budget ended before its own cost"
+
+
+def test_of_a_shapes_groups_the_largest_prices_what_is_no_group_itself() -> None:
+    groups = [Group(batch, 64, 96) for batch in (18, 19, 4)] + [Group(3, 96, 64), Group(1, 8, 8)]
+    assert priced(groups) == {
+        Group(19, 64, 96): (1, 2, 8, 16), Group(3, 96, 64): (1, 2), Group(1, 8, 8): (),
+    }
+
+
+def test_a_price_is_of_the_fastest_form_with_the_kernels_that_its_chain_runs() -> None:
+    search = search_of(BATCH, ("gram",), tuned(BATCH, "gram", own=("apply",)))
+    asked = walk(search, lambda recipe: ok(5.0 if kernels_of(recipe)["apply"] == "tilelang" else 9.0))
+    prices = [recipe for recipe in asked if recipe.group != BATCH]
+    assert [kernels_of(recipe)["apply"] for recipe in prices] == ["tilelang"] * 3
+    assert [recipe.picks[0].problem.batch for recipe in prices] == [1, 2, 4]
 
 
 def test_every_product_of_every_piece_has_its_kernel_under_todays_key() -> None:
@@ -273,7 +294,7 @@ def test_on_a_gpu_chains_begin_with_gradients_and_end_in_bf16() -> None:
 
     def ends_of(found: dict[Problem, Tuned]) -> dict[int, list[tuple[str, str, int, str]]]:
         """(op, kernel, its batch, result) of the ends of the chains asked for, by the group's batch."""
-        search = ChainSearch(estimates(group, ("gram",), "float16", found), found, specs, H200)
+        search = ChainSearch(estimates(group, ("gram",), "float16", found), found, specs, H200, prices=(1, 2, 4))
         return {
             recipe.group.batch: [
                 (pick.problem.op, pick.kernel, pick.problem.batch, pick.problem.out_dtype)
@@ -325,7 +346,7 @@ def test_the_chain_that_runs_untuned_is_timed_first_and_kept_unless_another_is_f
 def test_smaller_batches_of_the_untuned_chain_run_untuned() -> None:
     known = tuned(BATCH, "gram")
     start = start_of(BATCH, "plain")  # a form whose products nothing was measured of
-    search = ChainSearch(estimates(BATCH, ("gram",), "float32", known), known, SPECS, SMALL_L2, start)
+    search = ChainSearch(estimates(BATCH, ("gram",), "float32", known), known, SPECS, SMALL_L2, start, (1, 2, 4))
     asked = walk(search, lambda recipe: ok((1.0 if recipe.form == "plain" else 2.0) * recipe.group.batch))
     assert asked[2:] == [start_of(replace(BATCH, batch=batch), "plain") for batch in (1, 2, 4)]
     assert search.recipe().batch_costs == ((1, 1.0), (2, 2.0), (4, 4.0))
