@@ -37,7 +37,7 @@ from .shares import chains_share_s, races_share_s
 logger = getLogger(__name__)
 RETIMINGS_MOST_S = 5.0  # of a run, for timings that other processes disturbed
 PRODUCTS_GRACE = 0.25  # of the chains' share, which products under way may still take
-BUDGET_GRACE_S = 10.0  # what is under way when the budget ends may still finish
+BUDGET_GRACE_S = 5.0  # what is under way when the budget ends may still finish
 
 
 Subject = Candidate | Retiming | Race | ChainSearch  # what a job was made for
