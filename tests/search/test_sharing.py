@@ -124,12 +124,12 @@ class Process:
 
 @pytest.fixture
 def processes(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Process]]:
-    """Three processes that tune into ``place`` once told to: a file's on one machine, a server's on three."""
+    """Three processes that tune into ``place`` once told to: on one machine, into a server the first on another one."""
     folders = map(str, (ROOT, Path(__file__).parent))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*folders, *sys.path]))
     if "://" in place:
-        monkeypatch.setenv("DMUON_TUNE_CLAIM_S", "8")  # on one machine its death is seen at once
-    hosts = ("node-a", "node-b", "node-c") if "://" in place else ("", "", "")
+        monkeypatch.setenv("DMUON_TUNE_CLAIM_S", "8")  # on one machine a death is seen at once
+    hosts = ("node-a" if "://" in place else "", "", "")
     runs = [Process(host, tmp_path / f"errors-{number}") for number, host in enumerate(hosts)]
     arguments = json.dumps([run.arguments for run in runs])
     descriptors = [descriptor for run in runs for descriptor in run.theirs]
