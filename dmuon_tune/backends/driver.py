@@ -1,10 +1,10 @@
-"""Calls the CUDA driver (libcuda) by ctypes: loads cubins, encodes tensor maps, launches kernels."""
+"""Calls the CUDA driver (libcuda) by ctypes: loads cubins, encodes tensor maps, launches kernels, shares memory."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +15,9 @@ LIBRARY = "libcuda.so.1"
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 TENSOR_MAP_BYTES = TENSOR_MAP_ALIGNMENT = 128  # CUtensorMap; cuTensorMapEncodeTiled wants 64
 MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 DEFAULT_DYNAMIC_SMEM_BYTES = 48 * 1024  # more needs the attribute; CUDA C++ Programming Guide, compute capability 7.x+
 # CUlaunchAttributeID
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_SERIALIZATION = 2, 4, 6
@@ -34,6 +37,12 @@ class LaunchConfig(ctypes.Structure):
         ("grid", c_uint * 3), ("block", c_uint * 3), ("smem_bytes", c_uint), ("stream", c_void_p),
         ("attributes", POINTER(LaunchAttribute)), ("attribute_count", c_uint),
     ]
+
+
+class MemoryHandle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,17 @@ _SIGNATURES: dict[str, list[Any]] = {
         POINTER(c_uint32), c_int, c_int, c_int, c_int,
     ],
     "cuLaunchKernelEx": [POINTER(LaunchConfig), c_void_p, POINTER(c_void_p), c_void_p],
+    "cuMemAlloc_v2": [POINTER(c_uint64), c_size_t],
+    "cuMemFree_v2": [c_uint64],
+    "cuIpcGetMemHandle": [POINTER(MemoryHandle), c_uint64],
+    "cuIpcOpenMemHandle_v2": [POINTER(c_uint64), MemoryHandle, c_uint],
+    "cuIpcCloseMemHandle": [c_uint64],
+    "cuMemHostRegister_v2": [c_void_p, c_size_t, c_uint],
+    "cuMemHostUnregister": [c_void_p],
+    "cuMemHostGetDevicePointer_v2": [POINTER(c_uint64), c_void_p, c_uint],
+    "cuMemcpyDtoDAsync_v2": [c_uint64, c_uint64, c_size_t, c_void_p],
+    "cuStreamWaitValue32_v2": [c_void_p, c_uint64, c_uint32, c_uint],
+    "cuStreamWriteValue32_v2": [c_void_p, c_uint64, c_uint32, c_uint],
 }
 
 
@@ -166,3 +186,60 @@ def config_of(
         array[place].id = identity
         ctypes.memmove(array[place].value, value, len(value))
     return LaunchConfig((c_uint * 3)(*grid), (c_uint * 3)(*block), smem_bytes, None, array, len(attributes))
+
+
+def allocate(nbytes: int) -> int:
+    """The address of memory on the current context's device, which other processes can open."""
+    address = c_uint64()
+    _call("cuMemAlloc_v2", byref(address), nbytes)
+    return address.value
+
+
+def free(address: int) -> None:
+    _call("cuMemFree_v2", address)
+
+
+def export_memory(address: int) -> bytes:
+    """What :func:`open_memory` of another process of this machine takes."""
+    handle = MemoryHandle()
+    _call("cuIpcGetMemHandle", byref(handle), address)
+    return bytes(handle.reserved)
+
+
+def open_memory(handle: bytes) -> int:
+    """The address here of another process's memory, which may be another device's."""
+    address = c_uint64()
+    given = MemoryHandle.from_buffer_copy(handle)
+    _call("cuIpcOpenMemHandle_v2", byref(address), given, LAZY_PEER_ACCESS)
+    return address.value
+
+
+def close_memory(address: int) -> None:
+    _call("cuIpcCloseMemHandle", address)
+
+
+def register_host(address: int, nbytes: int) -> int:
+    """Make the host's pages at ``address`` the device's too; where they are for the device."""
+    _call("cuMemHostRegister_v2", address, nbytes, PORTABLE_AND_MAPPED)
+    found = c_uint64()
+    _call("cuMemHostGetDevicePointer_v2", byref(found), address, 0)
+    return found.value
+
+
+def unregister_host(address: int) -> None:
+    _call("cuMemHostUnregister", address)
+
+
+def copy_memory(stream: int, into: int, source: int, nbytes: int) -> None:
+    """Between devices by a copy engine, in the stream's order."""
+    _call("cuMemcpyDtoDAsync_v2", into, source, nbytes, stream)
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """Write 32 bits once all before it in the stream is done and visible to the whole machine."""
+    _call("cuStreamWriteValue32_v2", stream, address, value, 0)
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    """Hold the stream, and no multiprocessor, until the 32 bits at ``address`` are ``value`` or, cyclically, later."""
+    _call("cuStreamWaitValue32_v2", stream, address, value, 0)

@@ -165,6 +165,15 @@ class Control:
         with suppress(RuntimeError):  # the store may have gone with the rank that kept it
             self._store.compare_set("failure", "", f"rank {self.ranks[self.rank]} failed: {reason}")
 
+    def failure(self) -> str:
+        """Why a rank has failed, "" where none has; from any thread."""
+        try:
+            if not self._broken and self._store.check(["failure"]):
+                return self._store.get("failure").decode()
+        except RuntimeError as error:
+            return f"the store does not answer: {said(error)}"
+        return self._broken
+
     def _meet(self) -> None:
         """Until all ranks have come here; PeerError that names those that have not in time."""
         deadline, here = time.monotonic() + self.timeout, [f"here {rank}" for rank in self.ranks]

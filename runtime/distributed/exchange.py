@@ -1,18 +1,21 @@
-"""Carries pieces of matrices between their holders and their owners: packs, one collective a round, unpacks."""
+"""Carries pieces of matrices between their holders and their owners: packs, one transfer a round, unpacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, all_to_all_single
+from torch.distributed import ProcessGroup, all_to_all, all_to_all_single
 from torch.profiler import record_function
 
 from .control import Control
+from .gpu_memory import memory_of
+from .neighbours import Neighbours
 from .pieces import Fragment, Matrix, Piece
 from .rounds import Round
 
@@ -47,7 +50,8 @@ class Parcel:
 class Transfer:
     """One rank's part of one collective; sizes in elements, by rank. ``kept``: fragments that are here already.
 
-    ``empty``: no rank sends anything, so there is no collective.
+    ``starts``: where in each rank's buffer what this one sends begins. ``empty``: no rank sends anything, so there is
+    no collective.
     """
 
     sends: tuple[Parcel, ...]
@@ -55,6 +59,7 @@ class Transfer:
     kept: tuple[Parcel, ...]
     send_sizes: tuple[int, ...]
     receive_sizes: tuple[int, ...]
+    starts: tuple[int, ...]
     empty: bool
 
 
@@ -81,16 +86,19 @@ def _transfer(flow: Iterator[tuple[int, int, int, Piece]], rank: int, world: int
     sends: list[list[tuple[int, Fragment]]] = [[] for _ in range(world)]
     receives: list[list[tuple[int, Fragment]]] = [[] for _ in range(world)]
     kept: list[Parcel] = []
-    empty = True
+    starts, empty = [0] * world, True
     for source, target, matrix, piece in flow:
         empty = empty and source == target
+        if source < rank and source != target:
+            starts[target] += sum(fragment.numel for fragment in piece.fragments)
         if source == target == rank:
             kept += [Parcel(matrix, fragment, 0) for fragment in piece.fragments]
         elif source == rank:
             sends[target] += [(matrix, fragment) for fragment in piece.fragments]
         elif target == rank:
             receives[source] += [(matrix, fragment) for fragment in piece.fragments]
-    return Transfer(_parcels(sends), _parcels(receives), tuple(kept), _sizes(sends), _sizes(receives), empty)
+    sizes = _sizes(sends), _sizes(receives)
+    return Transfer(_parcels(sends), _parcels(receives), tuple(kept), *sizes, tuple(starts), empty)
 
 
 def _parcels(by_rank: Sequence[Sequence[tuple[int, Fragment]]]) -> tuple[Parcel, ...]:
@@ -114,14 +122,18 @@ class Room:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._views: WeakKeyDictionary[Any, dict[torch.dtype, Any]] = WeakKeyDictionary()
 
+    def hold(self, memory: Tensor) -> None:
+        """Lie there from now on; nobody may be using the buffer."""
+        self._bytes = memory
+        self._views.clear()
+
     def view(self, user: Any, numel: int, dtype: torch.dtype, make: Callable[[Tensor], T]) -> T:
         """``make`` of the first ``numel`` elements; made once for each user and dtype while the buffer is the same."""
         nbytes = numel * dtype.itemsize
         if nbytes > self._bytes.numel():
             if self._bytes.is_cuda and self._bytes.numel():  # several streams may still use it
                 torch.cuda.synchronize(self._bytes.device)
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._bytes.device)
-            self._views.clear()
+            self.hold(torch.empty(nbytes, dtype=torch.uint8, device=self._bytes.device))
         views = self._views.setdefault(user, {})
         if dtype not in views:
             views[dtype] = make(self._bytes[:nbytes].view(dtype))
@@ -131,26 +143,39 @@ class Room:
 
 @dataclass
 class Posted:
-    """A collective under way; ``arrived`` are its transfer's ``receives``, in order, to be read after a wait for it."""
+    """A transfer under way, carried by ``works``; ``arrived`` are its ``receives``, in order, to be read after a wait
+    for it."""
 
     transfer: Transfer
     arrived: list[Tensor]
-    work: Any
+    works: list[Any]
     what: str
 
 
 class Slot:
-    """Where one transfer under way is packed and arrives."""
+    """Where one transfer under way is packed and arrives; ``number`` is the same on all ranks."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.out, self.into = Room(device), Room(device)
+    def __init__(self, device: torch.device, number: int) -> None:
+        self.out, self.into, self.number = Room(device), Room(device), number
 
 
 class Exchange:
-    """Posts transfers, all ranks of ``group`` in the same order, and counts what they carry."""
+    """Posts transfers, all ranks of ``group`` in the same order, and counts what they carry; made by all together.
 
-    def __init__(self, group: ProcessGroup, control: Control, traffic: Traffic, device: torch.device) -> None:
+    Between GPUs of one machine copy engines carry, where they can; what is left the group's backend.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, control: Control, traffic: Traffic, device: torch.device, slots: int
+    ) -> None:
+        self.slots = [Slot(device, number) for number in range(slots)]
         self._group, self._control, self._traffic, self._device = group, control, traffic, device
+        self._neighbours = Neighbours(control, memory_of(device), slots)
+
+    def reserve(self, wanted: Sequence[int]) -> None:
+        """Let so many bytes arrive in each slot, by number; collective, and nothing may be under way."""
+        for number, memory in self._neighbours.reserve(wanted).items():
+            self.slots[number].into.hold(memory)
 
     def post(self, transfer: Transfer, dtype: torch.dtype, slot: Slot, given: Sequence[Tensor], what: str) -> Posted:
         """Send ``given``, one tensor for each of the transfer's ``sends``, of the fragment's shape.
@@ -162,30 +187,51 @@ class Exchange:
         into, arrived = slot.into.view(transfer, received, dtype, lambda flat: (flat, _views(flat, transfer.receives)))
         copy(parcels, given)
         if transfer.empty:
-            return Posted(transfer, arrived, None, what)
+            return Posted(transfer, arrived, [], what)
         # As bytes: whether a backend knows the dtype does not matter.
-        size = dtype.itemsize
+        works = self._carried(transfer, dtype.itemsize, slot, into.view(torch.uint8), out.view(torch.uint8), what)
+        self._traffic.collectives += 1
+        self._traffic.bytes_sent += sent * dtype.itemsize
+        self._traffic.bytes_received += received * dtype.itemsize
+        return Posted(transfer, arrived, works, what)
+
+    def _carried(
+        self, transfer: Transfer, size: int, slot: Slot, into: Tensor, out: Tensor, what: str
+    ) -> list[Any]:
+        """What carries a transfer's bytes, ``size`` an element."""
         into_sizes, out_sizes = ([count * size for count in counts]
                                  for counts in (transfer.receive_sizes, transfer.send_sizes))
-        into, out = into.view(torch.uint8), out.view(torch.uint8)
+        works: list[Any] = []
+        near = self._neighbours.others
+        if near:
+            begins = list(accumulate(out_sizes, initial=0))
+            sends = [(rank, transfer.starts[rank] * size, out.data_ptr() + begins[rank], out_sizes[rank])
+                     for rank in near if out_sizes[rank]]
+            works.append(self._neighbours.post(slot.number, sends, [rank for rank in near if into_sizes[rank]], what))
+        if len(near) + 1 == self._control.size:
+            return works
         if self._device.type == "cpu":
             # A gloo group with a collective in flight keeps a process from ending; control's has a timeout of ours.
-            work = self._control.all_to_all(into, out, into_sizes, out_sizes, what)
-        else:
-            work = self._control.post(lambda: all_to_all_single(
+            works.append(self._control.all_to_all(into, out, into_sizes, out_sizes, what))
+        elif not self._neighbours.anywhere:
+            works.append(self._control.post(lambda: all_to_all_single(
                 into, out, into_sizes, out_sizes, group=self._group, async_op=True
-            ), what)
-        self._traffic.collectives += 1
-        self._traffic.bytes_sent += sent * size
-        self._traffic.bytes_received += received * size
-        return Posted(transfer, arrived, work, what)
+            ), what))
+        else:
+            arriving, leaving = ([part[:0] if rank in near else part for rank, part in enumerate(parts)]
+                                 for parts in (torch.split(into, into_sizes), torch.split(out, out_sizes)))
+            works.append(self._control.post(
+                lambda: all_to_all(arriving, leaving, group=self._group, async_op=True), what
+            ))
+        return works
 
     def wait(self, posted: Posted) -> list[Tensor]:
         """What arrived; on a GPU the current stream waits, on a CPU the caller."""
-        if posted.work is not None:
+        if posted.works:
             with record_function("Muon: wait"):
-                self._control.wait(posted.work, posted.what, self._device)
-            posted.work = None
+                for work in posted.works:
+                    self._control.wait(work, posted.what, self._device)
+            posted.works.clear()
         return posted.arrived
 
 

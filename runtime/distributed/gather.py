@@ -29,7 +29,7 @@ from .exchange import Exchange, Traffic, to_holders, to_owners
 from .gradients import NO_GRADIENT, code_of, complete, disagreement, dtype_of
 from .options import check_alike, digest, options_of
 from .pieces import Matrix, local_of, shard_of
-from .pipeline import Moving, Pipeline, Stage
+from .pipeline import SLOTS, Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
 from .rounds import Item, Lane, rounds
 
@@ -90,10 +90,11 @@ class Gather:
         check_alike(self._given(optimizer), self.control)
         device = next(iter(devices), torch.device("cpu"))
         self._own(found, device)
-        exchange = Exchange(self._group, self.control, self.traffic, device)
         self._agreement = self._agreements.setdefault(device, Agreement(self._newton_schulz, device, self.control))
-        fresh = Pipeline(exchange, self._newton_schulz, device, self.traffic)
-        self._pipeline = self._pipelines.setdefault(device, fresh)  # which keeps its buffers
+        if any(self.control.agree("devices", [device not in self._pipelines])):
+            exchange = Exchange(self._group, self.control, self.traffic, device, SLOTS)
+            self._pipelines[device] = Pipeline(exchange, self._newton_schulz, device, self.traffic)
+        self._pipeline = self._pipelines[device]  # which keeps its buffers
         self._pipeline.matrices = self._survey.matrices
         self._checked = False
         self._schedules.clear()
@@ -354,10 +355,12 @@ class Gather:
             lane = lanes[matrix.parameter]
             nbytes = matrix.rows * matrix.cols * max(dtype.itemsize for dtype in lane)
             items.append(Item(place, lane, matrix.rows, matrix.cols, self._owner[place], nbytes))
-        return [
+        stages = [
             Stage(each, each.batches[rank], to_owners(each, matrices, rank), to_holders(each, matrices, rank))
             for each in rounds(items, self.control.size, self._bucket_bytes)
         ]
+        self._pipeline.reserve(stages)
+        return stages
 
     def _resolve(self, stages: Sequence[Stage], moving: Moving) -> None:
         """Kernels for the batches that this rank runs, as the first rank decides; collective, unless every rank has

@@ -16,10 +16,11 @@ from ..execution import Momentum
 from ..newton_schulz import GramNewtonSchulz
 from ..updates import Rate, move, move_by_numbers
 from .beside import Beside, Mark
-from .exchange import Exchange, Parcel, Posted, Room, Slot, Traffic, Transfer, copy
+from .exchange import Exchange, Parcel, Posted, Room, Traffic, Transfer, copy
 from .pieces import Matrix, cut, local_of
 from .rounds import DEPTH, Round
 
+SLOTS = 2 * DEPTH  # of an exchange: for gradients, then for updates
 Local = Callable[[Matrix], Tensor]  # a matrix → a tensor that lies as its parameter's local one
 
 
@@ -105,9 +106,18 @@ class Pipeline:
     ) -> None:
         self.matrices: Sequence[Matrix] = ()  # those that stages speak of
         self._exchange, self._newton_schulz, self._traffic = exchange, newton_schulz, traffic
-        self._inward, self._outward = ([Slot(device) for _ in range(DEPTH)] for _ in range(2))
+        self._inward, self._outward = exchange.slots[:DEPTH], exchange.slots[DEPTH:]
         self._inputs, self._polars = ([Room(device) for _ in range(2)] for _ in range(2))
         self._beside = Beside(device)
+
+    def reserve(self, stages: Sequence[Stage]) -> None:
+        """Room for what arrives in these stages; collective."""
+        wanted = [0] * SLOTS
+        for index, stage in enumerate(stages):
+            inward, outward = index % DEPTH, DEPTH + index % DEPTH
+            wanted[inward] = max(wanted[inward], sum(stage.inward.receive_sizes) * stage.gradient_dtype.itemsize)
+            wanted[outward] = max(wanted[outward], sum(stage.outward.receive_sizes) * stage.dtype.itemsize)
+        self._exchange.reserve(wanted)
 
     def run(self, stages: Sequence[Stage], moving: Moving) -> None:
         """One step of all of the stages' matrices."""
