@@ -117,6 +117,15 @@ class GatheredMuon:
         return None
 
 
+class MatrixByMatrix(GatheredMuon):
+    """The same without batches, as most implementations have it: each matrix gathered and orthogonalized alone."""
+
+    def batches(self) -> Iterator[tuple[int, int, list[DTensor]]]:
+        for (rows, cols), parameters in self.by_shape.items():
+            for p in parameters:
+                yield rows, cols, [p]
+
+
 def shard_rows(rows: int, size: int) -> int:
     """Rows of FSDP2's largest shard; others are padded to it when they are gathered."""
     return -(-rows // size)
@@ -166,5 +175,6 @@ Make = Callable[[nn.Module, Setting], Variant]
 VARIANTS: dict[str, tuple[str, Make]] = {
     "adamw": ("AdamW, fused", AdamWAlone),
     "gather-then-compute": ("Muon, gather-then-compute", GatheredMuon),
+    "gather-each": ("the same, each matrix alone", MatrixByMatrix),
     "ours": ("Muon, ours", OwnedMuon),
 }
