@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import chain
 from logging import getLogger
+from operator import or_
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from dmuon_tune import chains
 from dmuon_tune.chains import Last
@@ -19,6 +20,7 @@ from dmuon_tune.kernel_specs.momentum_library import update
 from dmuon_tune.kernel_specs.polar_small import input_scale
 
 from .ends import Ends, Launch
+from .phases import phase
 from .plan import GroupPlan
 from .static import Constant, Static, Workspace, capturing
 from .updates import move_by_numbers
@@ -54,6 +56,7 @@ class _Piece:
     last: Last
     direct: bool
     fused: Launch | None = None
+    addresses: Sequence[int] = ()  # of those weights
 
 
 # What a graph is of: a piece (a whole chain's is of its result's address), and those launches at its ends that not all
@@ -67,6 +70,15 @@ class _Replay:
     graph: torch.cuda.CUDAGraph
     last: Last
     version: int
+
+
+class _Values:
+    """What the launches of one batch read besides its matrices: where those lie, and their rates."""
+
+    def __init__(self, device: torch.device, pieces: int, in_capture: bool = False) -> None:
+        self.gradients, self.momenta = (Static(device, torch.int64, 0, in_capture) for _ in range(2))
+        self.weights = [Static(device, torch.int64, 0, in_capture) for _ in range(pieces)]
+        self.rates = [Static(device, torch.float32, 2, in_capture) for _ in range(pieces)]
 
 
 class GroupChain:
@@ -90,14 +102,12 @@ class GroupChain:
         self._buffers: tuple[int, _Buffers] | None = None  # of the workspace's version
         device, pieces = workspace.device, planned.recipe.pieces
         self._device, self._sizes, self._whole = device, pieces, len(pieces) == 1
-        self._gradients, self._momenta = Static(device, torch.int64), Static(device, torch.int64)
+        self._values: dict[int, _Values] = {}  # by the batch's place among those of one call
         recipe = planned.recipe
         self._small = recipe.form == "small"
         tables = chains.tables(recipe.form, triples, recipe.restarts, recipe.group.m)
         self._coefficients = [Constant(device, rows) for rows in tables]
         self._work_of = chains.work(recipe.form, max(pieces), recipe.group.m, recipe.dtype)
-        self._weights = [Static(device, torch.int64) for _ in pieces]
-        self._rates = [Static(device, torch.float32, columns=2) for _ in pieces]
 
     def polar(self, matrices: Tensor, ends: Ends, out: Tensor) -> None:
         """The polar factors of a batch, (..., rows, cols), into ``out``, contiguous, of its shape and of the dtype that
@@ -111,7 +121,7 @@ class GroupChain:
                 self._capture_whole(matrices, ends, out)
                 if self._replayed(matrices, ends, out):
                     return
-            for piece in self._pieces(matrices, GIVEN, ends, workspace):
+            for piece in self._pieces(matrices, GIVEN, ends, workspace, self._values_at(0, workspace)):
                 self._write(piece, ends, out if self._whole else out[piece.part], workspace)
 
     def _replayed(self, matrices: Tensor, ends: Ends, out: Tensor) -> bool:
@@ -122,7 +132,7 @@ class GroupChain:
         if capturing(self._device):
             return False
         self._workspace.follow()
-        self._gradients.holding(_spaced(matrices, self._planned.recipe.group.batch))
+        self._values_at(0, self._workspace).gradients.holding(_spaced(matrices, self._planned.recipe.group.batch))
         held.graph.replay()
         return True
 
@@ -140,7 +150,7 @@ class GroupChain:
         if ends.first is None or len(self._wholes) == MAX_WHOLE_GRAPHS or not _writable(out):
             return
         buffers = self._work(self._workspace)
-        first = self._first(matrices, GIVEN, ends, buffers[0])
+        first = self._first(matrices, GIVEN, ends, buffers[0], self._values_at(0, self._workspace))
         part = slice(0, self._sizes[0])
 
         def launched() -> Last:
@@ -157,28 +167,37 @@ class GroupChain:
 
     def step(
         self, gradients: Matrices, momentum: Momentum, ends: Ends, weights: Sequence[Tensor],
-        rates: Sequence[tuple[float, float]],
+        rates: Sequence[tuple[float, float]], place: int = 0,
     ) -> None:
-        """W ← decay·W − rate·polar, for each of the weights with its (decay, rate)."""
-        workspace = self._entered()
-        for piece in self._pieces(gradients, momentum, ends, workspace, weights):
-            with record_function("Muon: update"):
-                self._update(piece, ends, weights[piece.part], rates[piece.part], workspace)
+        """W ← decay·W − rate·polar, for each of the weights with its (decay, rate).
 
-    def directions(self, gradients: Matrices, momentum: Momentum, ends: Ends, out: Tensor) -> None:
-        """The polar factors of U, as ``momentum`` says, into ``out``, contiguous and of the dtype of ``ends``."""
+        ``place``: which of the batches of this group that a step runs; the addresses of each stay on the device. Where
+        there is no momentum the first's are in the graph.
+        """
         workspace = self._entered()
-        for piece in self._pieces(gradients, momentum, ends, workspace):
-            with record_function("Muon: update"):
+        values = self._values_at(place if momentum.buffers else 0, workspace)
+        for piece in self._pieces(gradients, momentum, ends, workspace, values, weights):
+            with phase("update"):
+                self._update(piece, ends, weights[piece.part], rates[piece.part], workspace, values)
+
+    def directions(self, gradients: Matrices, momentum: Momentum, ends: Ends, out: Tensor, place: int = 0) -> None:
+        """The polar factors of U, as ``momentum`` says, into ``out``, contiguous and of the dtype of ``ends``.
+
+        ``place`` as for :meth:`step`.
+        """
+        workspace = self._entered()
+        values = self._values_at(place if momentum.buffers else 0, workspace)
+        for piece in self._pieces(gradients, momentum, ends, workspace, values):
+            with phase("update"):
                 self._write(piece, ends, out[piece.part], workspace)
 
     def _update(
         self, piece: _Piece, ends: Ends, weights: Sequence[Tensor], rates: Sequence[tuple[float, float]],
-        workspace: Workspace,
+        workspace: Workspace, values: _Values,
     ) -> None:
         if piece.fused is not None:
-            addresses = self._weights[piece.index].holding(tuple([weight.data_ptr() for weight in weights]))
-            table = self._rates[piece.index].holding(tuple([value for pair in rates for value in pair]))
+            addresses = values.weights[piece.index].holding(piece.addresses)
+            table = values.rates[piece.index].holding(tuple(chain.from_iterable(rates)))
             piece.fused(piece.last.q, piece.last.x, addresses, table, *piece.last.scalars)
         else:
             polar = workspace.buffer("polar", (piece.size, *weights[0].shape), weights[0].dtype)
@@ -192,8 +211,17 @@ class GroupChain:
         self._workspace.follow()
         return self._workspace
 
+    def _values_at(self, place: int, workspace: Workspace) -> _Values:
+        """Those of one of the batches; in a capture of the caller's new ones."""
+        if workspace is not self._workspace:
+            return _Values(self._device, len(self._sizes), in_capture=True)
+        if place not in self._values:
+            self._values[place] = _Values(self._device, len(self._sizes))
+        return self._values[place]
+
     def _pieces(
-        self, matrices: Matrices, momentum: Momentum, ends: Ends, workspace: Workspace, weights: Sequence[Tensor] = ()
+        self, matrices: Matrices, momentum: Momentum, ends: Ends, workspace: Workspace, values: _Values,
+        weights: Sequence[Tensor] = (),
     ) -> Iterator[_Piece]:
         """Orthogonalize piece by piece; the next one overwrites what the last product of one reads. ``weights`` are
         those to be updated, where they can be in the last product."""
@@ -203,9 +231,9 @@ class GroupChain:
         else:
             buffers = self._work(workspace)
         x, y, _, tables = buffers
-        first = None if direct else self._first(matrices, momentum, ends, x)
+        first = None if direct else self._first(matrices, momentum, ends, x, values)
         if first is not None and (self._small or momentum.mode != "none" or ends.first is None):
-            with record_function("Muon: momentum"):
+            with phase("momentum"):
                 first()
             first = None
         start = 0
@@ -213,16 +241,17 @@ class GroupChain:
             part = slice(start, start + size)
             start += size
             members = weights[part]
-            fused = ends.weights.get(size) if members and all(map(_writable, members)) else None
+            addresses = _addresses(members)
+            fused = ends.weights.get(size) if members and _aligned(addresses) and _contiguous(members) else None
             if self._small:
                 u, spare = (x, y) if self._whole else (x[part], y[part])
                 last = Last(u, tables[0], spare, (self._norm_factor,))
             else:
                 with_identity = ends.with_identity.get(size) if fused is not None else None
                 begun = first if index == 0 else None
-                with record_function("Muon: chain"):
+                with phase("chain"):
                     last = self._products(index, part, buffers, workspace, begun, with_identity)
-            yield _Piece(index, part, size, last, direct, fused)
+            yield _Piece(index, part, size, last, direct, fused, addresses)
 
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
         """Whether the small form reads these matrices themselves."""
@@ -251,19 +280,19 @@ class GroupChain:
         """The coefficients that launches read."""
         return [each.tensor() for each in self._coefficients]
 
-    def _first(self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor) -> partial[None]:
+    def _first(
+        self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor, values: _Values
+    ) -> partial[None]:
         """The launch of x = input_scale · U / (norm_factor · ‖U‖_F + eps), rounded once."""
         scale = input_scale(self._planned.recipe.group.m) / self._norm_factor
         buffers = momentum.buffers
-        by_address = not buffers or all(
-            buffer.dtype == matrices[0].dtype and buffer.is_contiguous() for buffer in buffers
-        )
+        by_address = {buffer.dtype for buffer in buffers} <= {matrices[0].dtype} and _contiguous(buffers)
         if ends.first is None or not by_address:
             return partial(update, list(matrices), buffers, x, momentum.mode, momentum.mu, scale, self._eps)
-        gradients = self._gradients.holding(_addresses(matrices))
+        gradients = values.gradients.holding(_addresses(matrices))
         if momentum.mode == "none":
             return partial(ends.first, gradients, x, scale, self._eps)
-        momenta = self._momenta.holding(_addresses(buffers))
+        momenta = values.momenta.holding(_addresses(buffers))
         return partial(ends.first, gradients, momenta, x, momentum.mu, scale, self._eps)
 
     def _products(
@@ -332,11 +361,11 @@ class GroupChain:
             out.copy_(aligned)
 
 
-def _addresses(matrices: Matrices) -> Sequence[int]:
+def _addresses(matrices: Matrices | Sequence[Tensor]) -> Sequence[int]:
     """Where each matrix begins."""
     if isinstance(matrices, Tensor):
         return _spaced(matrices, matrices.shape[0])
-    return tuple([matrix.data_ptr() for matrix in matrices])
+    return tuple(map(Tensor.data_ptr, matrices))
 
 
 def _spaced(matrices: Tensor, count: int) -> range:
@@ -346,4 +375,12 @@ def _spaced(matrices: Tensor, count: int) -> range:
 
 
 def _writable(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % ALIGNMENT_BYTES == 0 and tensor.is_contiguous()
+    return _aligned([tensor.data_ptr()]) and tensor.is_contiguous()
+
+
+def _aligned(addresses: Sequence[int]) -> bool:
+    return reduce(or_, addresses) % ALIGNMENT_BYTES == 0
+
+
+def _contiguous(tensors: Sequence[Tensor]) -> bool:
+    return all(map(Tensor.is_contiguous, tensors))

@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.optim import AdamW, Optimizer
-from torch.profiler import record_function
 
 from dmuon_tune import checks
 from dmuon_tune.cache import Layers
@@ -21,6 +18,7 @@ from dmuon_tune.recipe import DEFAULT_STEPS, Group
 from .batches import Batch, Kind, Setting, are_finite
 from .blocks import Blocks, Split, blocks_of
 from .checkpoints import restore
+from .eager import EagerAdamW, EagerOptimizer, uncompiled
 from .execution import Momentum
 from .mode import gather_for
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
@@ -38,9 +36,11 @@ from .parameters import (
     splits_of,
     unusable,
 )
+from .phases import phase
 from .plan import Plan
 from .report import Direction, Report, directions_of, report
-from .updates import Rate, move
+from .steady import Found, Layouts, sorted_batches
+from .updates import move
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 FUSED_DEVICES = ("cuda", "cpu")
 
 
-class Muon(Optimizer):
+class Muon(EagerOptimizer):
     """W ← (1 − lr·λ)W − lr·s·polar(U), with M ← μM + G and U = G + μM (Nesterov) or M.
 
     ``params`` is a module, whose hidden matrices (``matrices.select`` with ``include``/``exclude``) go to Muon and the
@@ -159,7 +159,7 @@ class Muon(Optimizer):
                 added.pop(name, None)
             # PyTorch's load_state_dict reads this key to keep AdamW's step counter on the parameter's device.
             added.setdefault("fused", all(p.device.type in FUSED_DEVICES for p in added["params"]))
-            AdamW([added])  # fills its other options in place
+            EagerAdamW([added])  # fills its other options in place
         try:
             check_last_group(self.param_groups)
         except UsageError:
@@ -204,7 +204,7 @@ class Muon(Optimizer):
         self._planned = True
         return tuple(resolved)
 
-    @_disable_dynamo  # a compiled training step calls it as it is; torch.compiler.disable would import dynamo
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; ``closure`` re-evaluates the model and returns the loss, which is returned.
@@ -223,19 +223,19 @@ class Muon(Optimizer):
         return loss
 
     def _step_alone(self) -> None:
-        with record_function("Muon: check"):
+        with phase("check"):
             if not self._planned:
                 self.plan()
             self._check_step()
             if self._skip_nonfinite and not are_finite(p.grad for p in self._parameters() if p.grad is not None):
                 self.skipped_steps += 1
                 return
-        with record_function("Muon: group"):
-            batches = self._batches()
+        with phase("group"):
+            batches = sorted_batches(self._settings(), self._found, self._layouts, self.state, self._momentum_dtype)
         for kind, batch in batches.items():
-            with record_function(f"Muon: {len(batch.weights)}x{kind.rows}x{kind.cols}"):
+            with phase(f"{len(batch.weights)}x{kind.rows}x{kind.cols}"):
                 self._move(kind, batch)
-        with record_function("Muon: AdamW"):
+        with phase("AdamW"):
             self._adamw_step()
 
     def report(self, spectra: bool = False) -> Report:
@@ -293,9 +293,10 @@ class Muon(Optimizer):
 
     def _forget(self) -> None:
         """What was derived from the groups."""
-        self._adamw: AdamW | None = None
+        self._adamw: EagerAdamW | None = None
         self._planned = False
-        self._layouts: dict[Tensor, tuple[Any, Blocks | None]] = {}
+        self._layouts: Layouts = {}
+        self._found: dict[int, Found] = {}  # by the group's index
 
     def _parameters(self) -> Iterator[Tensor]:
         return (p for group in self.param_groups for p in group["params"])
@@ -325,6 +326,9 @@ class Muon(Optimizer):
         """UsageError, by name, for what would fail once something had changed."""
         self._check_groups()
         for index, group in enumerate(self.param_groups):
+            found, before = Found(group, self.state), self._found.get(index)
+            if with_gradient and before is not None and found.is_as(before):
+                continue
             for position, p in enumerate(group["params"]):
                 if with_gradient and p.grad is None:
                     continue
@@ -333,46 +337,12 @@ class Muon(Optimizer):
                     raise UsageError(f"{name_of(group, index, position)}: {reason}")
                 if group["use_muon"]:
                     self._blocks_of(group, index, position)
-
-    def _batches(self) -> dict[Kind, Batch]:
-        """The matrices that have a gradient, by what they must share to run together; their step has been checked."""
-        batches: dict[Kind, Batch] = defaultdict(Batch)
-        for setting in self._settings():
-            known: dict[tuple[Any, ...], tuple[Batch, Rate]] = {}  # a few keys, quicker to compare than kinds
-            for p in setting.group["params"]:
-                gradient = p.grad
-                if gradient is None:
-                    continue
-                blocks = self._layouts[p][1]
-                parts = (p, gradient, self._momentum(p, setting, blocks))
-                for weight, piece, momentum in zip(*map(blocks.of, parts), strict=True) if blocks else (parts,):
-                    key = p.device, p.dtype, gradient.dtype, weight.shape
-                    if key not in known:
-                        rows, cols = weight.shape
-                        known[key] = batches[setting.kind(p, gradient.dtype, rows, cols)], setting.rate(rows, cols)
-                    batch, rate = known[key]
-                    batch.weights.append(weight)
-                    batch.gradients.append(piece)
-                    batch.momenta.append(momentum)
-                    batch.rates.append(rate)
-        return batches
-
-    def _momentum(self, p: Tensor, setting: Setting, blocks: Blocks | None) -> Tensor:
-        """The parameter's momentum, in the form M ← μM + G: of an average it holds M / (1 − μ)."""
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            lies = torch.preserve_format if blocks and blocks.order else torch.contiguous_format
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=self._momentum_dtype, memory_format=lies)
-        buffer: Tensor = state["momentum_buffer"]
-        if blocks and blocks.order and buffer.stride() != p.stride():  # it must be a view as well
-            state["momentum_buffer"] = buffer = torch.empty_like(p, dtype=buffer.dtype).copy_(buffer)
-        setting.carry(state, (buffer,))
-        return buffer
+            self._found[index] = found
 
     def _move(self, kind: Kind, batch: Batch) -> None:
         momentum = Momentum(kind.mode, tuple(batch.momenta), kind.mu)
         if kind.plain:
-            rates = [rate.numbers() for rate in batch.rates]
+            rates = [rate.numbers for rate in batch.rates]
             self._newton_schulz.step(batch.weights, batch.gradients, momentum, rates)
             return
         count = len(batch.weights)
@@ -385,7 +355,7 @@ class Muon(Optimizer):
         if not groups:
             return
         if self._adamw is None:
-            self._adamw = AdamW(groups)
+            self._adamw = EagerAdamW(groups)
         self._adamw.param_groups = groups
         self._adamw.state = self.state
         self._adamw.step()
@@ -393,7 +363,7 @@ class Muon(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._gather is not None:
             raise UsageError("an optimizer of several processes cannot be pickled or copied; save its state_dict()")
-        derived = ("_adamw", "_planned", "_layouts", "_gather")
+        derived = ("_adamw", "_planned", "_layouts", "_found", "_gather")
         own = ("_newton_schulz", "_fixed", "_adamw_options", "_skip_nonfinite", "_momentum_dtype", "skipped_steps")
-        fresh: dict[str, Any] = dict(zip(derived, (None, False, {}, None), strict=True))
+        fresh: dict[str, Any] = dict(zip(derived, (None, False, {}, {}, None), strict=True))
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **fresh}

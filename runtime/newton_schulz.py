@@ -163,6 +163,7 @@ class GramNewtonSchulz:
             if self._planned.setdefault((device, group), planned).recipe != planned.recipe:
                 self._planned[device, group] = planned
                 self._chains.pop((device, group), None)
+                self._parts.clear()
                 self._ends = {key: found for key, found in self._ends.items() if key[:2] != (device, group)}
             for (dtype, mode, out_dtype), found in ends.items():
                 self._ends[device, group, dtype, mode, out_dtype, False] = found
@@ -189,24 +190,29 @@ class GramNewtonSchulz:
 
         All are equal matrices (rows, cols) on one device, one a weight; ``rates`` are (decay, rate) of each.
         """
-        device = weights[0].device
+        device, (rows, cols) = weights[0].device, weights[0].shape
+        key = len(weights), rows, cols, device, gradients[0].dtype, momentum.mode, weights[0].dtype
         with self._lock, device_context(device):
-            for part, group in cut_batch(len(weights), *weights[0].shape):
-                chain, ends = self._bound(
-                    group, device, gradients[0].dtype, momentum.mode, weights[0].dtype, True
-                )
+            parts = self._parts.get(key)
+            if parts is None:
+                parts = self._parts[key] = [
+                    (part, *self._bound(group, *key[3:], updates_weights=True))
+                    for part, group in cut_batch(len(weights), rows, cols)
+                ]
+            for place, (part, chain, ends) in enumerate(parts):
                 some = Momentum(momentum.mode, momentum.buffers[part], momentum.mu)
-                matrices = tuple([gradient.contiguous() for gradient in gradients[part]])
-                chain.step(matrices, some, ends, weights[part], rates[part])
+                matrices = tuple(map(Tensor.contiguous, gradients[part]))
+                chain.step(matrices, some, ends, weights[part], rates[part], place)
 
     def directions(self, gradients: Sequence[Tensor], momentum: Momentum, out: Tensor) -> None:
         """Update momentum and write polar(U) of each matrix into ``out``, (batch, rows, cols), contiguous."""
         device = out.device
         with self._lock, device_context(device):
-            for part, group in cut_batch(len(out), *out.shape[1:]):
+            for place, (part, group) in enumerate(cut_batch(len(out), *out.shape[1:])):
                 chain, ends = self._bound(group, device, gradients[0].dtype, momentum.mode, out.dtype, False)
                 some = Momentum(momentum.mode, momentum.buffers[part], momentum.mu)
-                chain.directions(tuple([gradient.contiguous() for gradient in gradients[part]]), some, ends, out[part])
+                matrices = tuple(map(Tensor.contiguous, gradients[part]))
+                chain.directions(matrices, some, ends, out[part], place)
 
     def _bound(
         self, group: Group, device: torch.device, dtype: torch.dtype, mode: str, out_dtype: torch.dtype,

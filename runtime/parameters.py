@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
@@ -23,6 +22,7 @@ from dmuon_tune.matrices import Selection, select, unmatched
 from dmuon_tune.words import counted, name_patterns, shown, table
 
 from .blocks import Split, blocks_of, check_split
+from .eager import EagerAdamW
 from .overlaps import overlapping
 from .scales import SCALES
 
@@ -38,8 +38,8 @@ logger = getLogger("dmuon_tune.runtime")
 
 @cache
 def needed_options(use_muon: bool) -> tuple[str, ...]:
-    """What step reads of a group; of AdamW's, which is asked late: making one imports PyTorch's compiler."""
-    return NEEDED_OPTIONS if use_muon else tuple(AdamW([torch.zeros(1)]).defaults)
+    """What step reads of a group."""
+    return NEEDED_OPTIONS if use_muon else tuple(EagerAdamW([torch.zeros(1)]).defaults)
 
 
 def groups_of(

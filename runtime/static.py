@@ -19,17 +19,18 @@ def capturing(device: torch.device) -> bool:
 class Static:
     """A tensor at a fixed address that holds host values and is rewritten only where they changed, without waiting.
 
-    In a capture of the caller's each use writes a tensor of its own: a graph must not rely on what later calls change.
+    With ``in_capture``, of the caller's, each use writes a tensor of its own: a graph must not rely on what later calls
+    change.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, columns: int = 0) -> None:
-        self._device, self._dtype, self._columns = device, dtype, columns
+    def __init__(self, device: torch.device, dtype: torch.dtype, columns: int = 0, in_capture: bool = False) -> None:
+        self._device, self._dtype, self._columns, self._in_capture = device, dtype, columns, in_capture
         self._values: Sequence[float] | None = None
         self._tensor: Tensor | None = None
 
     def holding(self, values: Sequence[float]) -> Tensor:
         """The tensor, (len,) or (len / columns, columns), with these values; a range is written by one launch."""
-        if capturing(self._device):
+        if self._in_capture:
             return _written(self._empty(len(values)), values, in_capture=True)
         if self._tensor is None or self._values is None or len(self._values) != len(values):
             self._tensor, self._values = self._empty(len(values)), None

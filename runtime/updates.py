@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Rate:
         """Whether (decay, rate) as two numbers says it all."""
         return not isinstance(self.lr, Tensor) and not (self.cautious and self.weight_decay)
 
+    @cached_property
     def numbers(self) -> tuple[float, float]:
         """(decay, rate) of W ← decay·W − rate·polar."""
         assert not isinstance(self.lr, Tensor)

@@ -152,7 +152,7 @@ class Clock:
     def range(self, name: str) -> Iterator[None]:
         begin = self._now()
         yield
-        self._spans.append((name.removeprefix("Muon: "), begin, self._now()))
+        self._spans.append((name, begin, self._now()))
 
     def totals_us(self) -> dict[str, float]:
         synchronize()
@@ -166,16 +166,16 @@ def ranges_us(work: Work, device: torch.device, calls: int) -> dict[str, float]:
     """Range of the runtime that ``work`` goes through (without ``Muon: ``) → microseconds a call, the device's own."""
     clock = Clock(device)
     modules = [module for name, module in sys.modules.items()
-               if name.startswith("dmuon_tune.runtime") and hasattr(module, "record_function")]
-    kept = [module.record_function for module in modules]
+               if name.startswith("dmuon_tune.runtime") and hasattr(module, "phase")]
+    kept = [module.phase for module in modules]
     for module in modules:
-        module.record_function = clock.range  # type: ignore[attr-defined]
+        module.phase = clock.range  # type: ignore[attr-defined]
     try:
         for _ in range(calls):
             work()
     finally:
         for module, own in zip(modules, kept, strict=True):
-            module.record_function = own  # type: ignore[attr-defined]
+            module.phase = own  # type: ignore[attr-defined]
     return {name: us / calls for name, us in clock.totals_us().items()}
 
 

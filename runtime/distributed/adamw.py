@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
 
+from ..eager import EagerAdamW
 from .pieces import local_of
 
 
@@ -16,7 +16,7 @@ class LocalAdamW:
     """Steps groups of DTensors and plain tensors; the state stays the parameters', as DTensors like them."""
 
     def __init__(self) -> None:
-        self._adamw: AdamW | None = None
+        self._adamw: EagerAdamW | None = None
 
     def step(self, groups: Sequence[dict[str, Any]], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
         """One update of the parameters that have a gradient, by their groups' options; ``state`` is kept."""
@@ -26,7 +26,7 @@ class LocalAdamW:
         if not parts:
             return
         if self._adamw is None:
-            self._adamw = AdamW(parts)
+            self._adamw = EagerAdamW(parts)
         local = {p: local_of(p) for group in groups for p in group["params"] if p.grad is not None}
         self._adamw.param_groups = parts
         self._adamw.state.clear()

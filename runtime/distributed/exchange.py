@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_to_all, all_to_all_single
-from torch.profiler import record_function
 
+from ..phases import phase
 from .control import Control
 from .gpu_memory import memory_of
 from .neighbours import Neighbours
@@ -228,7 +228,7 @@ class Exchange:
     def wait(self, posted: Posted) -> list[Tensor]:
         """What arrived; on a GPU the current stream waits, on a CPU the caller."""
         if posted.works:
-            with record_function("Muon: wait"):
+            with phase("wait"):
                 for work in posted.works:
                     self._control.wait(work, posted.what, self._device)
             posted.works.clear()

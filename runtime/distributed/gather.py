@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 from dmuon_tune.errors import UsageError
 
@@ -20,6 +19,7 @@ from ..blocks import Blocks
 from ..newton_schulz import GramNewtonSchulz, cut_batch
 from ..ownership import Assignment
 from ..parameters import name_of
+from ..phases import phase
 from ..plan import Plan
 from ..report import Direction, MatrixReport, Report, block_name, factor_of, report
 from .adamw import LocalAdamW, like
@@ -116,7 +116,7 @@ class Gather:
         """One update of all parameters, wherever they are; False where it was skipped for NaN or inf; collective."""
         self.control.step += 1
         self.ready(optimizer)
-        with record_function("Muon: check"):
+        with phase("check"):
             agreed = self._agreed(optimizer)
         if agreed is None:
             return False
@@ -125,9 +125,9 @@ class Gather:
         with self.control.guard("step"):
             complete(moving.parameters, codes)
             self._carry(optimizer, moving, codes)
-            with record_function("Muon: exchange"):
+            with phase("exchange"):
                 self._pipeline.run(stages, moving)
-            with record_function("Muon: AdamW"):
+            with phase("AdamW"):
                 groups = [group for group in optimizer.param_groups if not group["use_muon"]]
                 self._adamw.step(groups, optimizer.state)
         self.traffic.steps += 1

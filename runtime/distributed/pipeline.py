@@ -9,11 +9,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..batches import Kind, Setting
 from ..execution import Momentum
 from ..newton_schulz import GramNewtonSchulz
+from ..phases import phase
 from ..updates import Rate, move, move_by_numbers
 from .beside import Beside, Mark
 from .exchange import Exchange, Parcel, Posted, Room, Traffic, Transfer, copy
@@ -244,7 +244,7 @@ class Pipeline:
             given = [gradients[at] for at in some]
             # The options of their groups seldom part matrices that are together in a batch.
             into = polars if len(kinds) == 1 else torch.empty_like(polars[: len(some)])
-            with record_function(f"Muon: {len(some)}x{kind.rows}x{kind.cols}"):
+            with phase(f"{len(some)}x{kind.rows}x{kind.cols}"):
                 self._newton_schulz.directions(given, Momentum(kind.mode, momenta, kind.mu), into)
             if into is not polars:
                 copy([polars[at] for at in some], list(into.unbind()))
@@ -266,7 +266,7 @@ class Pipeline:
         """Move the weights that this rank holds, as the optimizer of one process would."""
         if not parcels:
             return
-        with record_function("Muon: apply"):
+        with phase("apply"):
             weights = self._held(parcels, moving.weight)
             rates = [moving.rate(self.matrices[parcel.matrix]) for parcel in parcels]
             plain = [at for at, rate in enumerate(rates) if rate.plain]
@@ -275,7 +275,7 @@ class Pipeline:
                 if not rate.plain:
                     by_shape.setdefault(weights[at].shape, []).append(at)
             move_by_numbers(
-                [weights[at] for at in plain], [polars[at] for at in plain], [rates[at].numbers() for at in plain]
+                [weights[at] for at in plain], [polars[at] for at in plain], [rates[at].numbers for at in plain]
             )
             for some in by_shape.values():
                 stacked = torch.stack([polars[at] for at in some])
