@@ -13,5 +13,5 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 def phase(name: str) -> AbstractContextManager[Any]:
     """The range ``Muon: name``."""
     if torch.autograd.profiler._is_profiler_enabled:  # PyTorch's own; a range takes some 10 µs without one too
-        return torch.profiler.record_function(f"Muon: {name}")
+        return torch.autograd.profiler.record_function(f"Muon: {name}")
     return _NOTHING

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dmuon_tune.runtime import Muon, Split
+from dmuon_tune.runtime import Muon, Split, static
 from dmuon_tune.runtime.scales import SCALES
 
 from .reference import gaussian, reference, run
@@ -46,6 +46,28 @@ def test_fifty_steps_are_within_half_precision_of_a_float64_muon(options: dict[s
             given.get("steps", 5),
         )
         assert (weight.double() - want).norm() < 0.05 * (want - before).norm(), SHAPES[i]
+
+
+def test_batches_of_one_size_keep_their_addresses_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run on one chain; of gradients that stay where they are nothing is written again."""
+    rows, cols = 120, 392
+    monkeypatch.setattr("dmuon_tune.recipe.MAX_BATCH_ELEMENTS", 2 * rows * cols)
+    start = [gaussian(rows, cols, seed=i).cuda() for i in range(4)]
+    weights, alone = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
+    optimizer, write = Muon(weights, lr=0.05), static._written
+    written: list[Any] = []
+    others = [Muon([weight], lr=0.05) for weight in alone]
+    for place, (weight, other) in enumerate(zip(weights, alone, strict=True)):
+        weight.grad = other.grad = gaussian(rows, cols, seed=10 + place).cuda()
+    monkeypatch.setattr(static, "_written", lambda *given, **named: written.append(given) or write(*given, **named))
+    for step in range(4):
+        if step == 3:
+            written.clear()
+        for each in (optimizer, *others):
+            each.step()
+    assert len(optimizer._newton_schulz._chains) == 1 and not written
+    for weight, other in zip(weights, alone, strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
