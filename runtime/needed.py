@@ -19,9 +19,11 @@ from .ends import resolve_ends
 from .plan import _bind
 from .resolve import Resolver
 
-# (momentum's mode, whether the weights are updated in the last product) of the optimizer, of its distributed form, and
-# of an orthogonalization alone.
-ENDS = (("n", True), ("n", False), ("none", False))
+# (Weights' dtype, momentum's mode, whether the weights are updated in the last product) of the optimizer, of its
+# distributed form, whose weights FSDP2's mixed precision keeps in fp32, and of an orthogonalization alone.
+ENDS = (
+    (WEIGHTS_DTYPE, "n", True), (WEIGHTS_DTYPE, "n", False), ("float32", "n", False), (WEIGHTS_DTYPE, "none", False),
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Needed:
 def needed(
     layers: Layers, device: DeviceFingerprint, recipes: Iterable[Recipe], winners: Iterable[CacheEntry]
 ) -> list[Needed]:
-    """What compiles to portable code of the winners, of the recipes' products and of their ends with bf16 weights.
+    """What compiles to portable code of the winners, of the recipes' products and of their ends (ENDS).
 
     ``device`` need not be here: nothing is compiled.
     """
@@ -56,8 +58,8 @@ def needed(
         planned = _bind(resolver, "", recipe)
         for bound in planned.bindings.values():  # a small form is resolved here and compiled at its first launch
             note_kept(bound.kernel, bound.problem, dict(bound.config))
-        for mode, updates_weights in ENDS:
-            resolve_ends(planned, resolver, WEIGHTS_DTYPE, mode, WEIGHTS_DTYPE, updates_weights)
+        for dtype, mode, updates_weights in ENDS:
+            resolve_ends(planned, resolver, dtype, mode, dtype, updates_weights)
     for entry in winners:
         note_kept(entry.key.kernel, entry.key.problem, entry.config)
     return list(found.values())

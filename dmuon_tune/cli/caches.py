@@ -142,6 +142,17 @@ def opened(layers: Sequence[LayerDescription]) -> Iterator[list[OpenCache]]:
             cache.store.close()
 
 
+@contextmanager
+def stores(place: str | None) -> Iterator[list[Store]]:
+    """The file or server ``place`` alone, empty where it is new, or all caches of this machine that can be read."""
+    if place is None:
+        with opened(described(None)) as caches:
+            yield [cache.store for cache in caches]
+    else:
+        with known(place, may_be_new=True) as store:
+            yield [store]
+
+
 def exit_code(layers: Sequence[LayerDescription]) -> int:
     """The exit code where one of the described caches exists and cannot be read, else 0."""
     return CacheError.exit_code if any(layer["state"] == "unreadable" for layer in layers) else 0

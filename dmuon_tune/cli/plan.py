@@ -12,18 +12,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import UsageError
-from dmuon_tune.matrices import layer_of
-from dmuon_tune.problem import DTYPES, ITEM_BYTES
-from dmuon_tune.recipe import WEIGHTS_DTYPE
+from dmuon_tune.recipe import Group
 from dmuon_tune.words import counted
 
-from . import caches, options, workload
+from . import caches, division, options, workload
 from .output import microseconds, note, print_json, ratio, say, table, warn, write_file
 
 if TYPE_CHECKING:
     from dmuon_tune.device import DeviceFingerprint
-    from dmuon_tune.recipe import Recipe
-    from dmuon_tune.runtime.ownership import Assignment, Costs, Work
+    from dmuon_tune.runtime.ownership import Assignment, Work
 
 GIB = 2**30
 
@@ -37,7 +34,7 @@ def register(commands: Any) -> None:
         "(~). Beside it: plans that know no costs. No GPU is needed.",
     )
     group = parser.add_argument_group("plan")
-    group.add_argument("--world-size", type=options.positive, required=True, metavar="N", help="ranks, all owners")
+    division.add_options(group, needed=True)
     group.add_argument("--nodes", type=options.positive, default=1, metavar="N", help="that they lie on (default: 1)")
     group.add_argument(
         "--solve-seconds", type=partial(options.seconds, or_none=True), default=2.0, metavar="S",
@@ -45,10 +42,6 @@ def register(commands: Any) -> None:
     )
     group.add_argument("--seed", type=_seed, default=0, help="of the search (default: 0)")
     group.add_argument("--memory-gb", type=_gibibytes, metavar="GIB", help="of momentum on a rank, at most")
-    group.add_argument(
-        "--momentum-dtype", type=options.dtype, default=WEIGHTS_DTYPE, metavar="DTYPE",
-        help=f"{', '.join(DTYPES)} (default: {WEIGHTS_DTYPE})",
-    )
     group.add_argument("--plot", metavar="FILE", help="draw the owners' times as a PNG image")
     group = parser.add_argument_group("device")
     group.add_argument(
@@ -72,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
     layers = caches.described(args.cache)
     with caches.opened(layers) as opened:
         device = _device(args.device, opened)
-        recipes = [recipe for cache in opened for recipe in cache.store.recipes(device)]
+        divided = division.divide(args, found, device, [cache.store for cache in opened])
     from dmuon_tune.runtime.ownership import assign
     from dmuon_tune.runtime.ownership.solve import has_highs
 
-    work, chains = _work(args, found, device, recipes)
+    work = divided.work
     memory_bytes = None if args.memory_gb is None else int(args.memory_gb * GIB)
     solved = assign(
         work, args.world_size, nodes=args.nodes, seconds=args.solve_seconds, seed=args.seed, memory_bytes=memory_bytes
@@ -84,16 +77,18 @@ def run(args: argparse.Namespace) -> int:
     plans = {"ours": solved.owner, **_baselines(work, args.world_size)}
     loads = {name: _loads(work, owner, args.world_size) for name, owner in plans.items()}
     shapes = _shapes(work, solved)
-    _say_what_is_known(found, args, device, chains, shapes)
+    batches = divided.batches(solved.owner)
+    _say_what_is_known(found, args, device, divided.timed, shapes)
     if not has_highs():
         warn("without HiGHS local search alone ran, and the bound is a simple one; pip install 'dmuon-tune[ownership]'")
     if args.plot:
         title = f"{found.label}: {counted(args.world_size, 'owner')}, {device.name}"
         _draw(Path(args.plot), title, loads, solved.bound_us)
     if args.format == "json":
-        print_json(_json(args, found, device, solved, loads, shapes, work))
+        print_json(_json(args, found, device, solved, loads, shapes, work, batches))
     else:
         _print(args, solved, loads, shapes, work)
+    _say_what_runs(args, batches, divided.untuned(batches))
     return caches.exit_code(layers)
 
 
@@ -126,31 +121,6 @@ def _device(wanted: str, opened: Sequence[caches.OpenCache]) -> DeviceFingerprin
 
 def _names(devices: Any) -> str:
     return ", ".join(f"{device.name} ({device.arch}, {device.sm_count} multiprocessors)" for device in devices)
-
-
-def _work(
-    args: argparse.Namespace, found: workload.Workload, device: DeviceFingerprint, recipes: Sequence[Recipe]
-) -> tuple[list[Work], int]:
-    """(Every matrix in model order, of how many timed batches its costs come)."""
-    from dmuon_tune.recipe import Group, default_dtype
-    from dmuon_tune.runtime.distributed.rounds import BUCKET_BYTES
-    from dmuon_tune.runtime.ownership import Work, costs
-    from dmuon_tune.runtime.ownership.pricing import timed
-
-    dtype = args.dtype or default_dtype(device.kind)
-    known = timed(recipe for recipe in recipes if recipe.dtype == dtype)
-    groups = [Group(count, *shape) for shape, count in found.selection.counts().items()]
-    priced: dict[tuple[int, int], Costs] = {
-        (rows, cols): each.within(max(1, BUCKET_BYTES // (rows * cols * ITEM_BYTES[WEIGHTS_DTYPE])))
-        for (rows, cols), each in costs(groups, known, device.kind).items()
-    }
-    state = ITEM_BYTES[args.momentum_dtype]
-    work = [
-        Work(each.rows, each.cols, place if args.shapes else layer_of(each.name), priced[each.rows, each.cols],
-             state * each.rows * each.cols)
-        for each in found.selection.matrices for place in range(each.count)
-    ]
-    return work, len(known)
 
 
 def _baselines(work: Sequence[Work], owners: int) -> dict[str, tuple[int, ...]]:
@@ -211,6 +181,16 @@ def _say_what_is_known(
     )
 
 
+def _say_what_runs(args: argparse.Namespace, batches: Sequence[Group], untuned: Sequence[Group]) -> None:
+    run = f"owners run {counted(len(batches), 'kind of batch', 'kinds of batches')}"
+    if not untuned:
+        note(f"{run}, all tuned")
+        return
+    shapes = ",".join(batch.label() for batch in untuned)
+    dtype = f" --dtype {args.dtype}" if args.dtype else ""
+    note(f"{run}, {len(untuned)} of them not tuned; to fill the gap run: dmuon-tune tune --shapes {shapes}{dtype}")
+
+
 def _draw(path: Path, title: str, loads: dict[str, tuple[float, ...]], bound_us: float) -> None:
     from dmuon_tune.report import owners_plot, to_png
 
@@ -267,7 +247,7 @@ def _mean(number: float, name: str) -> str:
 
 def _json(
     args: argparse.Namespace, found: workload.Workload, device: DeviceFingerprint, solved: Assignment,
-    loads: dict[str, tuple[float, ...]], shapes: list[dict[str, Any]], work: Sequence[Work],
+    loads: dict[str, tuple[float, ...]], shapes: list[dict[str, Any]], work: Sequence[Work], batches: Sequence[Group],
 ) -> dict[str, Any]:
     owners, nodes = _spread(args, solved, work)
     names = [(each.name, place) for each in found.selection.matrices for place in range(each.count)]
@@ -279,7 +259,7 @@ def _json(
             name: {"makespan_us": max(its), "least_us": min(its), "median_us": median(its), "loads_us": its}
             for name, its in loads.items()
         },
-        "shapes": shapes,
+        "shapes": shapes, "batches": [batch.label() for batch in batches],
         "matrices": [
             {"name": name, "index": place, "rows": item.rows, "cols": item.cols, "owner": owner}
             for (name, place), item, owner in zip(names, work, solved.owner, strict=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, UsageError
 from dmuon_tune.words import counted
 
-from . import dry_run, options, workload
+from . import caches, division, dry_run, options, workload
 from .caches import entry_fields, statuses_text
 from .output import config_text, microseconds, note, print_json, ratio, say, table, warn
 from .show import recipe_table
@@ -18,7 +18,7 @@ from .show import recipe_table
 EFFORTS = ("quick", "normal", "max")  # dmuon_tune.search.options.EFFORTS, which --help must not import
 
 if TYPE_CHECKING:
-    from dmuon_tune.search import ProblemReport, TuneReport
+    from dmuon_tune.search import ProblemReport, TuneOptions, TuneReport
 
 
 def register(commands: Any) -> None:
@@ -64,6 +64,7 @@ def register(commands: Any) -> None:
         help="tune into this database, such as postgresql+psycopg://user@host/name, together with every run that does; "
         "the password may stand in PGPASSWORD or ~/.pgpass",
     )
+    division.add_options(parser.add_argument_group("owners"), needed=False)
     search.add_argument("--dry-run", action="store_true", help="say what would be measured and how long it takes")
     parser.set_defaults(run=run)
 
@@ -79,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         backends=args.backends, sampler=args.sampler, seed=args.seed, workers=args.workers,
         compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout,
     )
+    work = _of_owners(args, work, chosen)
     if args.dry_run:
         return dry_run.run(args, work, chosen, _place(args))
     try:
@@ -97,6 +99,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report)
     return _conclude(report, where)
+
+
+def _of_owners(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions) -> workload.Workload:
+    """With ``--world-size`` the batches that owners run in place of one process's, divided as training does by what the
+    caches know now."""
+    if not args.world_size:
+        for name in ("bucket_bytes", "param_dtype", "momentum_dtype"):
+            if getattr(args, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} is of owners' batches; give --world-size, too")
+        return work
+    from dmuon_tune.backends.probe import fingerprint
+    from dmuon_tune.runtime.ownership import assign
+
+    with caches.stores(_place(args)) as stores:
+        divided = division.divide(args, work, fingerprint(chosen.device_names()[0]), stores)
+    batches = divided.batches(assign(divided.work, args.world_size).owner)
+    labels = " ".join(batch.label() for batch in batches)
+    note(f"{counted(args.world_size, 'owner')} run {counted(len(batches), 'batch', 'batches')}: {labels}")
+    return replace(work, groups=tuple(batches))
 
 
 def _place(args: argparse.Namespace) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,11 +19,12 @@ from dmuon_tune.recipe import Group
 
 from ..blocks import Blocks
 from ..newton_schulz import GramNewtonSchulz
-from ..ownership import Assignment, Timed, Work, assign, batches, costs, costs_of, shares
+from ..ownership import Assignment, Costs, Element, Timed, assign, batches, costs, costs_of, shares
 from ..ownership.profile import profile as time_steps
 from .agreement import Agreement, Wanted
 from .control import Control
 from .pieces import Layout, Matrix, Spans, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
+from .workload import Owned, work_of
 
 
 class Found(NamedTuple):
@@ -110,20 +111,20 @@ def owners_of(
     groups = [Group(count, *shape) for shape, count in counts.items()]
     dtypes = [found[matrix.parameter].tensor.dtype for matrix in matrices]
     measured = _timed(groups, chains, device, dtypes[0], bucket_bytes, control) if profile else None
+    arithmetic = chains.steps, chains.restarts
+
+    def price(every: Iterable[Group], element: Element) -> dict[tuple[int, int], Costs]:
+        if measured is not None:
+            return costs(every, measured, device.type, *arithmetic)
+        return costs_of(every, fingerprint(str(device)), chains.dtype, chains._layers, *arithmetic, element)
 
     def decided() -> list[Any]:
-        arithmetic = chains.steps, chains.restarts
-        by_shape = (
-            costs_of(groups, fingerprint(str(device)), chains.dtype, chains._layers, *arithmetic)
-            if measured is None else costs(groups, measured, device.type, *arithmetic)
-        )
-        work = []
-        for matrix, dtype in zip(matrices, dtypes, strict=True):
-            elements = matrix.rows * matrix.cols
-            priced = by_shape[matrix.rows, matrix.cols].within(max(1, bucket_bytes // (elements * dtype.itemsize)))
-            state_bytes = elements * (momentum_dtype or dtype).itemsize
-            layer = layer_of(found[matrix.parameter].name)
-            work.append(Work(matrix.rows, matrix.cols, layer, priced, state_bytes))
+        owned = [
+            Owned(matrix.rows, matrix.cols, layer_of(found[matrix.parameter].name),
+                  Element(dtype.itemsize, (momentum_dtype or dtype).itemsize, dtype.itemsize))
+            for matrix, dtype in zip(matrices, dtypes, strict=True)
+        ]
+        work = work_of(owned, price, bucket_bytes)
         solved = assign(work, control.size, nodes=_nodes(control.ranks))
         return [solved.owner, solved.loads_us, solved.bound_us, solved.method]
 

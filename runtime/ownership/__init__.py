@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from .around import Element
 from .assignment import Assignment, assign
 from .costs import Costs
 from .instance import Work
 from .pricing import Timed, costs, costs_of
 from .profile import batches, profile, shares
 
-__all__ = ["Assignment", "Costs", "Timed", "Work", "assign", "batches", "costs", "costs_of", "profile", "shares"]
+__all__ = [
+    "Assignment", "Costs", "Element", "Timed", "Work", "assign", "batches", "costs", "costs_of", "profile", "shares",
+]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dmuon_tune.cache import Layers
+from dmuon_tune.cache import CacheEntry, Layers
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import ops
+from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import (
     DEFAULT_RESTARTS,
     DEFAULT_STEPS,
@@ -20,6 +21,7 @@ from dmuon_tune.recipe import (
     default_dtype,
 )
 
+from .around import Around, Element, bandwidth
 from .costs import Costs, Point
 
 # FLOPs a microsecond where nothing was timed: of whole fp16 chains on an H200, 510 to 630 from 10¹² FLOPs on
@@ -40,23 +42,38 @@ class Timed:
 
 def costs_of(
     groups: Iterable[Group], device: DeviceFingerprint, dtype: str | None = None, layers: Layers | None = None,
-    steps: int = DEFAULT_STEPS, restarts: Sequence[int] = DEFAULT_RESTARTS,
+    steps: int = DEFAULT_STEPS, restarts: Sequence[int] = DEFAULT_RESTARTS, element: Element | None = None,
 ) -> dict[Shape, Costs]:
     """(rows, cols) → its costs on ``device`` up to as many matrices as ``groups`` hold of it, by the recipes in
-    ``layers`` (default: those of this machine) for chains in ``dtype`` (default: the device's)."""
+    ``layers`` (default: those of this machine) for chains in ``dtype`` (default: the device's); with ``element`` those
+    of an owner's whole step."""
     opened = Layers.open() if layers is None else layers
     try:
         recipes = [recipe for _, recipe in opened.recipes(device)]
+        known = known_of(
+            recipes, lambda problem: [entry for _, entry in opened.entries(problem, device)], device.kind, dtype, steps,
+            restarts, element,
+        )
     finally:
         if layers is None:
             opened.close()
-    wanted = dtype or default_dtype(device.kind)
-    alike = [recipe for recipe in recipes if recipe.dtype == wanted]
-    return costs(groups, timed(alike, steps, restarts), device.kind, steps, restarts)
+    return costs(groups, known, device.kind, steps, restarts)
+
+
+def known_of(
+    recipes: Iterable[Recipe], entries: Callable[[Problem], Iterable[CacheEntry]], kind: str, dtype: str | None = None,
+    steps: int = DEFAULT_STEPS, restarts: Sequence[int] = DEFAULT_RESTARTS, element: Element | None = None,
+) -> list[Timed]:
+    """What recipes, of a group the first, and a problem's ``entries`` say of the device ``kind`` they are of; see
+    :func:`costs_of`."""
+    alike = [recipe for recipe in recipes if recipe.dtype == (dtype or default_dtype(kind))]
+    around = Around(element, bandwidth(alike, entries, kind)) if element else None
+    return timed(alike, steps, restarts, around)
 
 
 def timed(
-    recipes: Iterable[Recipe], steps: int = DEFAULT_STEPS, restarts: Sequence[int] = DEFAULT_RESTARTS
+    recipes: Iterable[Recipe], steps: int = DEFAULT_STEPS, restarts: Sequence[int] = DEFAULT_RESTARTS,
+    around: Around | None = None,
 ) -> list[Timed]:
     """What recipes say of such chains' times; the first of a group counts. Those of other steps are taken in
     proportion to the FLOPs."""
@@ -64,11 +81,12 @@ def timed(
     for recipe in recipes:
         group, whole = recipe.group, (recipe.steps, recipe.restarts) == (steps, tuple(restarts))
         ratio = flops(group, steps, restarts) / flops(group, recipe.steps, recipe.restarts)
-        if recipe.cost_us is not None:
-            found.setdefault(group, Timed(group, recipe.cost_us * ratio, recipe.timed and whole))
-        for batch, cost_us in recipe.batch_costs:
-            smaller = Group(batch, group.rows, group.cols)
-            found.setdefault(smaller, Timed(smaller, cost_us * ratio, whole))
+        more = [(batch, cost_us, True) for batch, cost_us in recipe.batch_costs]
+        for batch, cost_us, is_timed in [(group.batch, recipe.cost_us, recipe.timed), *more]:
+            if cost_us is not None:
+                us = cost_us * ratio + (around.us(recipe, batch) if around else 0.0)
+                of = Group(batch, group.rows, group.cols)
+                found.setdefault(of, Timed(of, us, is_timed and whole))
     return list(found.values())
 
 

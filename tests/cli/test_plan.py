@@ -11,7 +11,7 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import ChainKey, Store
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.measurement import Measurement
-from dmuon_tune.recipe import Group, Recipe
+from dmuon_tune.recipe import Group, Pick, Recipe, first_launch
 from dmuon_tune.runtime.ownership import solve
 
 from .conftest import Run
@@ -19,7 +19,8 @@ from .conftest import Run
 H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 140 * 2**30)
 GROUP = Group(6, 512, 2048)
 RECIPE = Recipe(
-    GROUP, "gram", "float16", cost_us=300.0, p20_us=299.0, p80_us=301.0, batch_costs=((1, 80.0), (2, 120.0))
+    GROUP, "gram", "float16", cost_us=300.0, p20_us=299.0, p80_us=301.0, batch_costs=((1, 80.0), (2, 120.0)),
+    picks=(Pick(first_launch(GROUP, "float16"), "momentum.triton", {}, "key"),),
 )
 NO_GPU_HERE = pytest.mark.skipif(fingerprint("auto").kind == "cuda", reason="this machine has a GPU of its own")
 
@@ -87,6 +88,20 @@ def test_memory_and_batches(run: Run, tuned: str) -> None:
     for more in (("--memory-gb", "0.001"), ("--memory-gb", "0.004", "--momentum-dtype", "fp32")):
         refused = run(*arguments, *more)
         assert refused.code == 2 and "raise" in refused.err and refused.err.count("\n") == 1
+
+
+def test_what_owners_run_is_named_and_what_fp32_costs_more(run: Run, tuned: str) -> None:
+    # Of fp32 twice the bytes: 24 an element around the chain in place of 12, two matrices a batch in place of four.
+    arguments = ("plan", "--shapes", "12x512x2048", "--world-size", "2", "--cache", tuned, "--device", "h200",
+                 "--bucket-bytes", str(4 * 512 * 2048 * 2))
+    half, whole = (run(*arguments, "--param-dtype", dtype, "--format", "json") for dtype in ("bf16", "fp32"))
+    assert half.json["batches"] == ["3x512x2048"] and whole.json["batches"] == ["2x512x2048"]
+    assert half.json["makespan_us"] == 2 * (120.0 + (300.0 - 120.0) / 4)
+    assert whole.json["makespan_us"] == pytest.approx(3 * (120.0 + 2 * 512 * 2048 * 12 / 4.2e6))
+    assert "1 kind of batch, 1 of them not tuned" in half.err
+    assert half.err.endswith("to fill the gap run: dmuon-tune tune --shapes 3x512x2048\n")
+    every = run("plan", "--shapes", "12x512x2048", "--world-size", "2", "--cache", tuned, "--device", "h200")
+    assert every.err.endswith("owners run 1 kind of batch, all tuned\n")
 
 
 def test_picture(run: Run, tuned: str, tmp_path: Path) -> None:

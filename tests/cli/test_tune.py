@@ -229,6 +229,15 @@ def test_dry_run_counts_legal_configurations_and_measures_nothing(run: Run, own_
     assert "gram.cutedsl" in every and "sm_90" in every
 
 
+def test_owners_batches_take_the_place_of_one_processs(run: Run, own_cache: Path) -> None:
+    arguments = ("tune", "--shapes", "5x8x24", "--device", "cpu", "--backends", "library", "--dry-run")
+    owned = run(*arguments, "--world-size", "2", "--format", "json")
+    assert owned.code == 0 and "2 owners run 2 batches: 3x8x24 2x8x24" in owned.err and not own_cache.exists()
+    assert {row["problem"]["batch"] for row in owned.json["problems"]} == {2, 3}
+    alone = run(*arguments, "--param-dtype", "fp32")
+    assert alone.code == 2 and "--param-dtype is of owners' batches; give --world-size, too" in alone.err
+
+
 def test_a_dry_run_says_what_the_cache_holds_and_what_an_effort_adds(run: Run, tuned: dict[str, Any]) -> None:
     found = tune(run, "--dry-run", "--format", "json").json
     assert all(row["known"] == row["legal"] == 1 and row["planned"] == 0 for row in found["problems"])

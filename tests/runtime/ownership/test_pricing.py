@@ -10,10 +10,15 @@ import torch
 
 from dmuon_tune.cache import Layers, Store
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.recipe import Group, Recipe
+from dmuon_tune.kernel_specs import kernel
+from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measurement import Measurement
+from dmuon_tune.recipe import Group, Pick, Recipe, first_launch
 from dmuon_tune.runtime import GramNewtonSchulz
-from dmuon_tune.runtime.ownership import Timed, batches, costs, costs_of, profile, shares
+from dmuon_tune.runtime.ownership import Element, Timed, batches, costs, costs_of, profile, shares
+from dmuon_tune.runtime.ownership.around import DEFAULT_BANDWIDTHS
 from dmuon_tune.runtime.ownership.pricing import DEFAULT_RATES, flops, timed
+from dmuon_tune.space import config_to_dict
 
 H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 140 * 2**30)
 GROUP = Group(8, 1024, 4096)
@@ -23,6 +28,7 @@ RECIPE = Recipe(
 
 
 def layers(folder: Path, *recipes: Recipe) -> Layers:
+    folder.mkdir(exist_ok=True)
     path = folder / "costs.sqlite"
     with Store.open(path) as store:
         for recipe in recipes:
@@ -40,6 +46,26 @@ def test_measured_batches_are_kept_and_nothing_is_estimated(tmp_path: Path) -> N
         found = costs_of([GROUP], H200, layers=opened)[1024, 4096]
     assert [found.us(batch) for batch in (1, 4, 8)] == [150.0, 420.0, 800.0]
     assert all(map(found.measured, (1, 2, 3, 4, 8))) and not found.measured(9)
+
+
+def test_wider_dtypes_cost_their_bytes_at_the_rate_of_a_measured_launch(tmp_path: Path) -> None:
+    first = first_launch(GROUP, "float16")
+    recipe = replace(RECIPE, picks=(Pick(first, "momentum.triton", {}, "key"),))
+    spec = kernel("momentum.triton")
+    with Store.open(tmp_path / "costs.sqlite") as store:
+        config = config_to_dict(spec.untuned(first, H200))
+        store.record(tuning_key(spec, first, H200), config, Measurement.from_samples([100.0], 0.0, {}), {})
+    half, whole = Element(2, 2, 2), Element(4, 4, 4)
+    with layers(tmp_path, recipe) as opened:
+        timed, as_timed, wider = (
+            costs_of([GROUP], H200, layers=opened, element=each)[1024, 4096] for each in (None, half, whole)
+        )
+    assert timed == as_timed
+    # Twice the 12 bytes an element that momentum's launch moves (10 and 2 of X, whose dtype stays) and an update does.
+    assert [wider.us(batch) for batch in (1, 8)] == [150.0 + 100.0 / 8, 900.0]
+    with layers(tmp_path / "bare", RECIPE) as opened:
+        bare = costs_of([GROUP], H200, layers=opened, element=whole)[1024, 4096]
+    assert bare.us(8) == pytest.approx(800.0 + 8 * 1024 * 4096 * (24 - 2) / DEFAULT_BANDWIDTHS["cuda"])
 
 
 def test_a_miss_is_estimated_at_the_rate_of_the_nearest_shape(tmp_path: Path) -> None:
