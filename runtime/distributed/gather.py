@@ -126,12 +126,13 @@ class Gather:
             complete(moving.parameters, codes)
             self._carry(optimizer, moving, codes)
             with phase("exchange"):
-                self._pipeline.run(stages, moving)
-            with phase("AdamW"):
-                groups = [group for group in optimizer.param_groups if not group["use_muon"]]
-                self._adamw.step(groups, optimizer.state)
+                self._pipeline.run(stages, moving, lambda: self._step_adamw(optimizer))
         self.traffic.steps += 1
         return True
+
+    def _step_adamw(self, optimizer: Muon) -> None:
+        with phase("AdamW"):
+            self._adamw.step([group for group in optimizer.param_groups if not group["use_muon"]], optimizer.state)
 
     def state(self, optimizer: Muon) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as its checkpoints have it: momenta lie as their parameters do; collective."""

@@ -119,18 +119,22 @@ class Pipeline:
             wanted[outward] = max(wanted[outward], sum(stage.outward.receive_sizes) * stage.dtype.itemsize)
         self._exchange.reserve(wanted)
 
-    def run(self, stages: Sequence[Stage], moving: Moving) -> None:
-        """One step of all of the stages' matrices."""
-        if stages:
-            with self._beside.joined():
-                self._run(stages, moving)
+    def run(self, stages: Sequence[Stage], moving: Moving, meanwhile: Callable[[], None]) -> None:
+        """One step of all of the stages' matrices, and what is to be done ``meanwhile``: as the first travel."""
+        if not stages:
+            meanwhile()
+            return
+        with self._beside.joined():
+            self._run(stages, moving, meanwhile)
 
-    def _run(self, stages: Sequence[Stage], moving: Moving) -> None:
+    def _run(self, stages: Sequence[Stage], moving: Moving, meanwhile: Callable[[], None]) -> None:
         beside, free = self._beside, deque[Mark]([None, None])  # when each buffer of polar factors has been read
         with beside.stream():
             arriving = deque(
                 self._post_inward(stages, index, moving.gradient) for index in range(min(DEPTH, len(stages)))
             )
+        meanwhile()
+        with beside.stream():
             gradients, ready = self._next(stages, 0, arriving, moving)
         leaving: Posted | None = None
         for index, stage in enumerate(stages):
