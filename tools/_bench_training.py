@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dmuon_tune.backends.probe import resolve
 from dmuon_tune.errors import UsageError
+from dmuon_tune.recipe import Group
 from dmuon_tune.runtime.ownership import Assignment
 from dmuon_tune.words import counted
 
@@ -162,22 +163,28 @@ def measure(world: World, training: Training, steps: int) -> dict[str, Any]:
     variant = training.variant
     inside = world.all(ranges_us(training.step, device, RANGE_STEPS))
     losses = world.all([float(loss) for loss in training.losses])
+    world.settle()
+    owned = variant.ownership(device)
     return {
         **spread(free), "phases_us": phases, "first_us": first,
         "peak_bytes": max(world.all(torch.cuda.max_memory_allocated(device))) if device.type == "cuda" else None,
         "sent_bytes": sum(world.all(variant.sent_bytes())), "runs": sum(world.all(variant.runs())),
         "ranges_us": {name: max(found.get(name, 0.0) for found in inside) for found in inside for name in found},
-        "ownership": ownership(variant.assignment(), inside),
+        "ownership": None if owned is None else ownership(owned[0], world.all(owned[1]), inside),
         "losses": [sum(found) / world.size for found in zip(*losses, strict=True)],
     }
 
 
-def ownership(assignment: Assignment | None, inside: list[dict[str, float]]) -> dict[str, Any] | None:
-    """Every owner's time as it was predicted and as measured, by rank; None without owners."""
-    if assignment is None:
-        return None
+def ownership(
+    assignment: Assignment, alone: list[dict[Group, tuple[int, float]]], inside: list[dict[str, float]]
+) -> dict[str, Any]:
+    """Every owner's time, by rank: as it was predicted, its batches alone, and their ranges inside a step."""
     return {
         "method": assignment.method, "bound_us": assignment.bound_us, "gap": assignment.gap,
-        "predicted_owners_us": list(assignment.loads_us),
-        "owners_us": [sum(found.get(name, 0.0) for name in OWNED) for found in inside],
+        "predicted_us": list(assignment.loads_us),
+        "alone_us": [sum(count * us for count, us in its.values()) for its in alone],
+        "inside_us": [sum(found.get(name, 0.0) for name in OWNED) for found in inside],
+        "batches": [
+            {group.label(): {"count": count, "alone_us": us} for group, (count, us) in its.items()} for its in alone
+        ],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,10 +16,11 @@ from torch.optim import AdamW
 
 from dmuon_tune.coefficients import CoefficientSet
 from dmuon_tune.matrices import select
+from dmuon_tune.recipe import Group
 from dmuon_tune.runtime import Muon
 from dmuon_tune.runtime.distributed.exchange import Traffic
 from dmuon_tune.runtime.newton_schulz import cut_batch
-from dmuon_tune.runtime.ownership import Assignment
+from dmuon_tune.runtime.ownership import Assignment, profile
 from dmuon_tune.runtime.scales import SCALES
 
 # torch 2.13 renames it and warns of the old name.
@@ -37,8 +38,13 @@ class Setting:
     bucket_bytes: int
 
 
+Ownership = tuple[Assignment, dict[Group, tuple[int, float]]]
+
+
 class Variant(Protocol):
-    """An optimizer, and what each of its steps does on this rank: Newton–Schulz runs and bytes sent to other ranks."""
+    """An optimizer, and what each of its steps does on this rank: Newton–Schulz runs and bytes sent to other ranks; who
+    owns what, and microseconds of each batch that this rank owns, with nothing beside it, by batch and how often it
+    comes (None without owners)."""
 
     def step(self) -> Any: ...
 
@@ -46,7 +52,7 @@ class Variant(Protocol):
 
     def sent_bytes(self) -> int: ...
 
-    def assignment(self) -> Assignment | None: ...
+    def ownership(self, device: torch.device) -> Ownership | None: ...
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> AdamW:
@@ -65,7 +71,7 @@ class AdamWAlone:
     def sent_bytes(self) -> int:
         return 0
 
-    def assignment(self) -> None:
+    def ownership(self, device: torch.device) -> None:
         return None
 
 
@@ -113,7 +119,7 @@ class GatheredMuon:
             for parameters in self.by_shape.values() for p in parameters
         )
 
-    def assignment(self) -> None:
+    def ownership(self, device: torch.device) -> None:
         return None
 
 
@@ -166,8 +172,18 @@ class OwnedMuon:
         assert found is not None  # the model is sharded
         return found
 
-    def assignment(self) -> Assignment | None:
-        return self.optimizer.assignment
+    def ownership(self, device: torch.device) -> Ownership | None:
+        gather, assignment = self.optimizer._gather, self.optimizer.assignment
+        assert gather is not None and assignment is not None
+        matrices, batches, dtypes = gather._survey.matrices, Counter[Group](), set[torch.dtype]()
+        for stage in gather._whole:
+            dtypes.add(stage.dtype)
+            if stage.batch:
+                first = matrices[stage.batch[0]]
+                batches[Group(len(stage.batch), first.rows, first.cols)] += 1
+        (dtype,) = dtypes  # of this model's weights
+        alone = profile(batches, device, gather._newton_schulz, dtype)
+        return assignment, {each.group: (batches[each.group], each.us) for each in alone}
 
 
 Make = Callable[[nn.Module, Setting], Variant]

@@ -118,7 +118,7 @@ def medians(figures: Sequence[Any]) -> Any:
     """Of floats, wherever they are in dictionaries and lists of the same form; else the first one's."""
     first = figures[0]
     if isinstance(first, dict):
-        return {name: medians([each[name] for each in figures]) for name in first}
+        return {name: medians([each[name] for each in figures if name in each]) for name in first}
     if isinstance(first, list):
         return [medians(each) for each in zip(*figures, strict=True)]
     return median(figures) if isinstance(first, float) else first
@@ -174,10 +174,11 @@ def print_row(row: Row) -> None:
         print_more(f"between passes, ms: step {between(steps)}, optimizer {between(updates)}")
     owned = row["ownership"]
     if owned:
-        slowest_ms, predicted_ms = (max(owned[name]) / 1e3 for name in ("owners_us", "predicted_owners_us"))
+        predicted, alone, inside = (max(owned[name]) for name in ("predicted_us", "alone_us", "inside_us"))
         print_more(
-            f"slowest owner, ms: {slowest_ms:.3f}, predicted {predicted_ms:.3f} (bound {owned['bound_us'] / 1e3:.3f}, "
-            f"gap {owned['gap']:.2%}): {slowest_ms / predicted_ms - 1:+.1%}"
+            f"slowest owner, ms: predicted {predicted / 1e3:.3f} (bound {owned['bound_us'] / 1e3:.3f}, gap "
+            f"{owned['gap']:.2%}), its batches alone {alone / 1e3:.3f} ({alone / predicted - 1:+.1%}), inside a step "
+            f"{inside / 1e3:.3f} ({inside / predicted - 1:+.1%})"
         )
         ranges = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in row["ranges_us"].items() if not name[0].isdigit())
         print_more(f"inside, ms on the slowest rank: {ranges}")

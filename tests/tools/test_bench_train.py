@@ -83,8 +83,14 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
     theirs, ours = rows["gather-then-compute"], rows["ours"]
     assert ours["faster"] == theirs["phases_us"]["optimizer"] / ours["phases_us"]["optimizer"]
     owned = ours["ownership"]
-    assert min(owned["owners_us"]) > 0 and len(owned["owners_us"]) == 2
-    assert max(owned["predicted_owners_us"]) >= owned["bound_us"] > 0
+    assert all(len(owned[name]) == 2 and min(owned[name]) > 0 for name in ("predicted_us", "alone_us", "inside_us"))
+    assert max(owned["predicted_us"]) >= owned["bound_us"] > 0
+    held = Counter[tuple[int, int]]()
+    for its in owned["batches"]:
+        for label, each in its.items():
+            batch, *shape = map(int, label.split("x"))
+            held[tuple(shape)] += batch * each["count"]
+    assert held == MATRICES
     assert {"momentum", "chain", "update"} <= ours["ranges_us"].keys()
     for text in ("between passes, ms: step", "slowest owner, ms:", "inside, ms", "x_adamw",
                  "blocks recomputed in the backward: none"):
