@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from itertools import chain
+from functools import partial
+from itertools import accumulate
 from logging import getLogger
-from operator import or_
 
 import torch
 from torch import Tensor
@@ -20,17 +19,15 @@ from dmuon_tune.kernel_specs.momentum_library import update
 from dmuon_tune.kernel_specs.polar_small import input_scale
 
 from .ends import Ends, Launch
-from .phases import phase
+from .phases import is_watched, phase
+from .placed import ALIGNMENT_BYTES, Matrices, Placed, addresses, aligned, contiguous, spaced, writable
 from .plan import GroupPlan
-from .static import Constant, Static, Workspace, capturing
+from .static import Constant, Workspace, capturing
 from .updates import move_by_numbers
 
-ALIGNMENT_BYTES = 16  # of what products read and write
 MAX_WHOLE_GRAPHS = 4  # results that a loop keeps at a time; the caching allocator hands out their addresses in turn
 
 logger = getLogger("dmuon_tune.runtime")
-
-Matrices = Tensor | tuple[Tensor, ...]  # equal contiguous matrices: a batch, or a tensor each
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class _Piece:
     last: Last
     direct: bool
     fused: Launch | None = None
-    addresses: Sequence[int] = ()  # of those weights
+    where: Sequence[int] = ()  # those weights lie
 
 
 # What a graph is of: a piece (a whole chain's is of its result's address), and those launches at its ends that not all
@@ -70,15 +67,6 @@ class _Replay:
     graph: torch.cuda.CUDAGraph
     last: Last
     version: int
-
-
-class _Values:
-    """What the launches of one batch read besides its matrices: where those lie, and their rates."""
-
-    def __init__(self, device: torch.device, pieces: int, in_capture: bool = False) -> None:
-        self.gradients, self.momenta = (Static(device, torch.int64, 0, in_capture) for _ in range(2))
-        self.weights = [Static(device, torch.int64, 0, in_capture) for _ in range(pieces)]
-        self.rates = [Static(device, torch.float32, 2, in_capture) for _ in range(pieces)]
 
 
 class GroupChain:
@@ -102,7 +90,8 @@ class GroupChain:
         self._buffers: tuple[int, _Buffers] | None = None  # of the workspace's version
         device, pieces = workspace.device, planned.recipe.pieces
         self._device, self._sizes, self._whole = device, pieces, len(pieces) == 1
-        self._values: dict[int, _Values] = {}  # by the batch's place among those of one call
+        self._parts = [slice(end - size, end) for size, end in zip(pieces, accumulate(pieces), strict=True)]
+        self._placed: dict[int, Placed] = {}  # by the batch's place among those of one call
         recipe = planned.recipe
         self._small = recipe.form == "small"
         tables = chains.tables(recipe.form, triples, recipe.restarts, recipe.group.m)
@@ -121,7 +110,7 @@ class GroupChain:
                 self._capture_whole(matrices, ends, out)
                 if self._replayed(matrices, ends, out):
                     return
-            for piece in self._pieces(matrices, GIVEN, ends, workspace, self._values_at(0, workspace)):
+            for piece in self._pieces(matrices, GIVEN, ends, workspace, self._placed_at(0, workspace)):
                 self._write(piece, ends, out if self._whole else out[piece.part], workspace)
 
     def _replayed(self, matrices: Tensor, ends: Ends, out: Tensor) -> bool:
@@ -132,7 +121,7 @@ class GroupChain:
         if capturing(self._device):
             return False
         self._workspace.follow()
-        self._values_at(0, self._workspace).gradients.holding(_spaced(matrices, self._planned.recipe.group.batch))
+        self._placed_at(0, self._workspace).gradients.holding(spaced(matrices, self._planned.recipe.group.batch))
         held.graph.replay()
         return True
 
@@ -147,10 +136,10 @@ class GroupChain:
         if key not in self._recent:
             self._recent.append(key)
             return
-        if ends.first is None or len(self._wholes) == MAX_WHOLE_GRAPHS or not _writable(out):
+        if ends.first is None or len(self._wholes) == MAX_WHOLE_GRAPHS or not writable(out):
             return
         buffers = self._work(self._workspace)
-        first = self._first(matrices, GIVEN, ends, buffers[0], self._values_at(0, self._workspace))
+        first = self._first(matrices, GIVEN, ends, buffers[0], self._placed_at(0, self._workspace))
         part = slice(0, self._sizes[0])
 
         def launched() -> Last:
@@ -175,10 +164,49 @@ class GroupChain:
         there is no momentum the first's are in the graph.
         """
         workspace = self._entered()
-        values = self._values_at(place if momentum.buffers else 0, workspace)
-        for piece in self._pieces(gradients, momentum, ends, workspace, values, weights):
+        placed = self._placed_at(place if momentum.buffers else 0, workspace)
+        if self._step_by_graph(gradients, momentum, ends, weights, rates, workspace, placed):
+            return
+        for piece in self._pieces(gradients, momentum, ends, workspace, placed, weights):
             with phase("update"):
-                self._update(piece, ends, weights[piece.part], rates[piece.part], workspace, values)
+                self._update(piece, ends, weights[piece.part], rates[piece.part], workspace, placed)
+
+    def _step_by_graph(
+        self, gradients: Matrices, momentum: Momentum, ends: Ends, weights: Sequence[Tensor],
+        rates: Sequence[tuple[float, float]], workspace: Workspace, placed: Placed,
+    ) -> bool:
+        """Whether one graph of a whole step did it: of launches that read all but μ where ``placed`` holds it.
+
+        It is made when the same launches come a second time with the same μ, and not while phases are watched.
+        """
+        fused, where = [ends.weights.get(size) for size in self._sizes], addresses(weights)
+        if not self._graphs or workspace is not self._workspace or is_watched() or not all(fused):
+            return False
+        if not (momentum.buffers and aligned(where) and contiguous(weights)):
+            return False
+        buffers = self._work(workspace)
+        first = self._first(gradients, momentum, ends, buffers[0], placed)
+        launches = first.func, momentum.mu, *fused
+        if first.func is not ends.first or placed.launches != launches:
+            placed.launches, placed.replay = launches, None
+            return False
+        tables = [placed.weights(index, where[part], rates[part]) for index, part in enumerate(self._parts)]
+        if placed.replay is None or placed.replay.version != workspace.version:
+            placed.replay = self._captured(partial(self._whole_step, first, ends, buffers, tables))
+            if placed.replay is None:
+                self._graphs = False
+                return False
+        placed.replay.graph.replay()
+        return True
+
+    def _whole_step(
+        self, first: partial[None], ends: Ends, buffers: _Buffers, tables: Sequence[tuple[Tensor, Tensor]]
+    ) -> Last:
+        first()
+        for part, size, table in zip(self._parts, self._sizes, tables, strict=True):
+            last = self._all_but_last(part, buffers, ends.with_identity.get(size))
+            ends.weights[size](last.q, last.x, *table, *last.scalars)
+        return last
 
     def directions(self, gradients: Matrices, momentum: Momentum, ends: Ends, out: Tensor, place: int = 0) -> None:
         """The polar factors of U, as ``momentum`` says, into ``out``, contiguous and of the dtype of ``ends``.
@@ -186,19 +214,18 @@ class GroupChain:
         ``place`` as for :meth:`step`.
         """
         workspace = self._entered()
-        values = self._values_at(place if momentum.buffers else 0, workspace)
-        for piece in self._pieces(gradients, momentum, ends, workspace, values):
+        placed = self._placed_at(place if momentum.buffers else 0, workspace)
+        for piece in self._pieces(gradients, momentum, ends, workspace, placed):
             with phase("update"):
                 self._write(piece, ends, out[piece.part], workspace)
 
     def _update(
         self, piece: _Piece, ends: Ends, weights: Sequence[Tensor], rates: Sequence[tuple[float, float]],
-        workspace: Workspace, values: _Values,
+        workspace: Workspace, placed: Placed,
     ) -> None:
         if piece.fused is not None:
-            addresses = values.weights[piece.index].holding(piece.addresses)
-            table = values.rates[piece.index].holding(tuple(chain.from_iterable(rates)))
-            piece.fused(piece.last.q, piece.last.x, addresses, table, *piece.last.scalars)
+            tables = placed.weights(piece.index, piece.where, rates)
+            piece.fused(piece.last.q, piece.last.x, *tables, *piece.last.scalars)
         else:
             polar = workspace.buffer("polar", (piece.size, *weights[0].shape), weights[0].dtype)
             self._write(piece, ends, polar, workspace)
@@ -211,16 +238,16 @@ class GroupChain:
         self._workspace.follow()
         return self._workspace
 
-    def _values_at(self, place: int, workspace: Workspace) -> _Values:
+    def _placed_at(self, place: int, workspace: Workspace) -> Placed:
         """Those of one of the batches; in a capture of the caller's new ones."""
         if workspace is not self._workspace:
-            return _Values(self._device, len(self._sizes), in_capture=True)
-        if place not in self._values:
-            self._values[place] = _Values(self._device, len(self._sizes))
-        return self._values[place]
+            return Placed(self._device, len(self._sizes), in_capture=True)
+        if place not in self._placed:
+            self._placed[place] = Placed(self._device, len(self._sizes))
+        return self._placed[place]
 
     def _pieces(
-        self, matrices: Matrices, momentum: Momentum, ends: Ends, workspace: Workspace, values: _Values,
+        self, matrices: Matrices, momentum: Momentum, ends: Ends, workspace: Workspace, placed: Placed,
         weights: Sequence[Tensor] = (),
     ) -> Iterator[_Piece]:
         """Orthogonalize piece by piece; the next one overwrites what the last product of one reads. ``weights`` are
@@ -231,18 +258,15 @@ class GroupChain:
         else:
             buffers = self._work(workspace)
         x, y, _, tables = buffers
-        first = None if direct else self._first(matrices, momentum, ends, x, values)
+        first = None if direct else self._first(matrices, momentum, ends, x, placed)
         if first is not None and (self._small or momentum.mode != "none" or ends.first is None):
             with phase("momentum"):
                 first()
             first = None
-        start = 0
-        for index, size in enumerate(self._sizes):
-            part = slice(start, start + size)
-            start += size
+        for index, (part, size) in enumerate(zip(self._parts, self._sizes, strict=True)):
             members = weights[part]
-            addresses = _addresses(members)
-            fused = ends.weights.get(size) if members and _aligned(addresses) and _contiguous(members) else None
+            where = addresses(members)
+            fused = ends.weights.get(size) if members and aligned(where) and contiguous(members) else None
             if self._small:
                 u, spare = (x, y) if self._whole else (x[part], y[part])
                 last = Last(u, tables[0], spare, (self._norm_factor,))
@@ -251,7 +275,7 @@ class GroupChain:
                 begun = first if index == 0 else None
                 with phase("chain"):
                     last = self._products(index, part, buffers, workspace, begun, with_identity)
-            yield _Piece(index, part, size, last, direct, fused, addresses)
+            yield _Piece(index, part, size, last, direct, fused, where)
 
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
         """Whether the small form reads these matrices themselves."""
@@ -281,18 +305,18 @@ class GroupChain:
         return [each.tensor() for each in self._coefficients]
 
     def _first(
-        self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor, values: _Values
+        self, matrices: Matrices, momentum: Momentum, ends: Ends, x: Tensor, placed: Placed
     ) -> partial[None]:
         """The launch of x = input_scale · U / (norm_factor · ‖U‖_F + eps), rounded once."""
         scale = input_scale(self._planned.recipe.group.m) / self._norm_factor
         buffers = momentum.buffers
-        by_address = {buffer.dtype for buffer in buffers} <= {matrices[0].dtype} and _contiguous(buffers)
-        if ends.first is None or not by_address:
+        alike = {buffer.dtype for buffer in buffers} <= {matrices[0].dtype} and contiguous(buffers)
+        if ends.first is None or not alike:
             return partial(update, list(matrices), buffers, x, momentum.mode, momentum.mu, scale, self._eps)
-        gradients = values.gradients.holding(_addresses(matrices))
+        gradients = placed.gradients.holding(addresses(matrices))
         if momentum.mode == "none":
             return partial(ends.first, gradients, x, scale, self._eps)
-        momenta = values.momenta.holding(_addresses(buffers))
+        momenta = placed.momenta.holding(addresses(buffers))
         return partial(ends.first, gradients, momenta, x, momentum.mu, scale, self._eps)
 
     def _products(
@@ -353,34 +377,9 @@ class GroupChain:
         if launch is None:
             self._planned.endings[piece.size].launch(last.q, last.x, last.out, *last.scalars)
             out.copy_(last.out)
-        elif _writable(out):
+        elif writable(out):
             launch(last.q, last.x, out, *last.scalars)
         else:
             aligned = workspace.buffer("aligned", tuple(out.shape), out.dtype)
             launch(last.q, last.x, aligned, *last.scalars)
             out.copy_(aligned)
-
-
-def _addresses(matrices: Matrices | Sequence[Tensor]) -> Sequence[int]:
-    """Where each matrix begins."""
-    if isinstance(matrices, Tensor):
-        return _spaced(matrices, matrices.shape[0])
-    return tuple(map(Tensor.data_ptr, matrices))
-
-
-def _spaced(matrices: Tensor, count: int) -> range:
-    """Where each of ``count`` matrices in one contiguous tensor begins."""
-    start, size = matrices.data_ptr(), matrices.nbytes
-    return range(start, start + size, size // count)
-
-
-def _writable(tensor: Tensor) -> bool:
-    return _aligned([tensor.data_ptr()]) and tensor.is_contiguous()
-
-
-def _aligned(addresses: Sequence[int]) -> bool:
-    return reduce(or_, addresses) % ALIGNMENT_BYTES == 0
-
-
-def _contiguous(tensors: Sequence[Tensor]) -> bool:
-    return all(map(Tensor.is_contiguous, tensors))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+
+from dmuon_tune.runtime.phases import watched
 
 WINDOW_US = 8e3
 GRAPH_US, MAX_CALLS = 1e3, 64
@@ -164,18 +165,12 @@ class Clock:
 
 def ranges_us(work: Work, device: torch.device, calls: int) -> dict[str, float]:
     """Range of the runtime that ``work`` goes through (without ``Muon: ``) → microseconds a call, the device's own."""
+    with watched(Clock(device).range):
+        work()  # phases that are watched are launched apart, by graphs that the first such call makes
     clock = Clock(device)
-    modules = [module for name, module in sys.modules.items()
-               if name.startswith("dmuon_tune.runtime") and hasattr(module, "phase")]
-    kept = [module.phase for module in modules]
-    for module in modules:
-        module.phase = clock.range  # type: ignore[attr-defined]
-    try:
+    with watched(clock.range):
         for _ in range(calls):
             work()
-    finally:
-        for module, own in zip(modules, kept, strict=True):
-            module.phase = own  # type: ignore[attr-defined]
     return {name: us / calls for name, us in clock.totals_us().items()}
 
 

@@ -6,6 +6,8 @@ import copy
 import ctypes
 import dataclasses
 import pickle
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +16,16 @@ from torch import Tensor, nn
 
 from dmuon_tune import chains
 from dmuon_tune.backends.probe import fingerprint
+from dmuon_tune.cache import Store
 from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure import untuned
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group
+from dmuon_tune.recipe import Group, Recipe
 from dmuon_tune.runtime import GramNewtonSchulz, Muon, execution, newton_schulz, resolve
 from dmuon_tune.runtime.ends import Ends, _with_identity, resolve_ends
 from dmuon_tune.runtime.execution import GroupChain, Momentum
+from dmuon_tune.runtime.phases import watched
 from dmuon_tune.runtime.plan import GroupPlan
 from dmuon_tune.runtime.resolve import Binding
 from dmuon_tune.runtime.static import Constant, Static, Workspace
@@ -184,30 +188,44 @@ def test_a_result_at_an_odd_address_is_written_through_an_aligned_buffer() -> No
 
 
 class Recorded:
-    """Stands in for a CUDA graph: keeps the launches as they were captured and runs them again at each replay."""
+    """Stands in for a CUDA graph: runs the launches at their capture, for the first replay, and again at each other."""
 
     def __init__(self, launched: Any) -> None:
         self.replay, self.replays = self._run, 0
         self._launched = launched
+        self.last = launched()
 
     def _run(self) -> None:
         self.replays += 1
-        self._launched()
+        if self.replays > 1:
+            self._launched()
 
 
-def test_replays_read_and_write_where_the_caller_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """Every graph that is made from now on."""
     def captured(chain: GroupChain, launched: Any) -> Any:
-        captures.append(Recorded(launched))
-        return execution._Replay(captures[-1], launched(), chain._workspace.version)
+        found.append(Recorded(launched))
+        return execution._Replay(found[-1], found[-1].last, chain._workspace.version)  # type: ignore[arg-type]
 
-    captures: list[Recorded] = []
+    found: list[Recorded] = []
     monkeypatch.setattr(GroupChain, "_captured", captured)
-    run, group = GramNewtonSchulz(dtype="float32"), Group(2, 6, 20)
+    return found
+
+
+def momentum_by_address(group: Group, mode: str) -> Any:
+    """The first launch, on a CPU."""
     momentum = kernel("momentum.library")
-    problem = Problem("momentum", 2, 6, 20, 1, "float32", "float32")
-    by_address = momentum.build(problem, momentum.Config(), fingerprint("cpu"))
+    problem = Problem("momentum", group.batch, group.m, group.n, 1, "float32", "float32", "row", mode)
+    return momentum.build(problem, momentum.Config(), fingerprint("cpu"))
+
+
+def test_replays_read_and_write_where_the_caller_says(
+    captures: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, group = GramNewtonSchulz(dtype="float32"), Group(2, 6, 20)
     chain, ends = run._bound(group, CPU, torch.float32, "none", torch.float32, False)
-    ends = dataclasses.replace(ends, first=by_address)
+    ends = dataclasses.replace(ends, first=momentum_by_address(group, "none"))
     monkeypatch.setattr(chain, "_graphs", True)
     outs = [torch.empty(2, 6, 20) for _ in range(6)]
     want = GramNewtonSchulz(dtype="float32")
@@ -218,6 +236,58 @@ def test_replays_read_and_write_where_the_caller_says(monkeypatch: pytest.Monkey
             chain.polar(given, ends, out.fill_(float("nan")))
             torch.testing.assert_close(out, want(x))
     assert len(chain._wholes) == execution.MAX_WHOLE_GRAPHS and all(graph.replays for graph in captures)
+
+
+@pytest.mark.parametrize("pieces", [None, 1])
+def test_a_graph_of_a_whole_step_follows_addresses_rates_and_momentum(
+    pieces: int | None, captures: list[Recorded], monkeypatch: pytest.MonkeyPatch, cache_file: Path
+) -> None:
+    """Three batches, two of one size; each step's weights are those of launches without graphs, to the bit."""
+    def resolved(planned: GroupPlan, resolver: resolve.Resolver, source: str, mode: str, *wanted: Any) -> Ends:
+        found = resolve_ends(planned, resolver, source, mode, *wanted)
+        first = momentum_by_address(planned.recipe.group, mode)
+        return dataclasses.replace(found, first=first, weights=dict.fromkeys(planned.launches, update_by_address))
+
+    monkeypatch.setattr(newton_schulz, "resolve_ends", resolved)
+    monkeypatch.setattr("dmuon_tune.recipe.MAX_BATCH_ELEMENTS", 2 * 8 * 23)
+    with Store.open(cache_file) as store:
+        for batch in (2, 1):
+            recipe = Recipe(Group(batch, 8, 23), "gram", "float32", chunk=pieces)
+            store.put_recipe(fingerprint("cpu"), recipe)
+    both = [[nn.Parameter(gaussian(8, 23, seed=i)) for i in range(5)] for _ in range(2)]
+    optimizers = [Muon(weights, weight_decay=0.1) for weights in both]
+    for optimizer in optimizers:
+        optimizer.plan()
+    chains_of_graphs = list(optimizers[0]._newton_schulz._chains.values())
+    for each in chains_of_graphs:
+        monkeypatch.setattr(each, "_graphs", True)
+    made, phases = [], list[str]()
+
+    def seen(name: str) -> Any:
+        phases.append(name)
+        return nullcontext()
+
+    for step in range(10):
+        for weights, optimizer in zip(both, optimizers, strict=True):
+            optimizer.param_groups[0].update(lr=0.1 / (step + 1), momentum=0.9 if step < 5 else 0.8)
+            if step == 3:
+                weights[0].data = weights[0].data.clone()
+            for i, weight in enumerate(weights):
+                if step in (0, 2, 4, 6, 8):  # elsewhere
+                    weight.grad = torch.empty(8, 23)
+                assert weight.grad is not None
+                weight.grad.copy_(gaussian(8, 23, seed=100 * step + i))
+            if step == 7:
+                optimizer._newton_schulz(torch.ones(200, 300))  # for which buffers move
+            with watched(seen) if step == 8 and optimizer is optimizers[0] else nullcontext():
+                optimizer.step()
+        made.append(len(captures))
+        for one, other in zip(*both, strict=True):
+            assert torch.equal(one, other), step
+    # A graph for each batch at the second step of each μ and when the buffers have moved.
+    assert len(chains_of_graphs) == 2 and made[1] - made[0] == made[6] - made[5] == made[7] - made[6] == 3
+    assert made[1] == made[4]
+    assert {"momentum", "chain", "update"} <= set(phases)
 
 
 def test_momentum_of_another_dtype_or_storage_order_is_updated_in_place() -> None:
