@@ -11,7 +11,7 @@ from dmuon_tune.problem import ITEM_BYTES, Problem
 from dmuon_tune.recipe import WEIGHTS_DTYPE, Recipe, first_launch
 
 # Bytes a microsecond where no first launch was timed: of an H200's (2026-11-30); of a CPU's memory, a round number.
-DEFAULT_BANDWIDTHS = {"cuda": 4.2e6, "cpu": 10e3}
+DEFAULT_BANDWIDTHS = {"cuda": 3.8e6, "cpu": 10e3}
 
 
 @dataclass(frozen=True)

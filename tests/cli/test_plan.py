@@ -13,6 +13,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Group, Pick, Recipe, first_launch
 from dmuon_tune.runtime.ownership import solve
+from dmuon_tune.runtime.ownership.around import DEFAULT_BANDWIDTHS
 
 from .conftest import Run
 
@@ -97,7 +98,7 @@ def test_what_owners_run_is_named_and_what_fp32_costs_more(run: Run, tuned: str)
     half, whole = (run(*arguments, "--param-dtype", dtype, "--format", "json") for dtype in ("bf16", "fp32"))
     assert half.json["batches"] == ["3x512x2048"] and whole.json["batches"] == ["2x512x2048"]
     assert half.json["makespan_us"] == 2 * (120.0 + (300.0 - 120.0) / 4)
-    assert whole.json["makespan_us"] == pytest.approx(3 * (120.0 + 2 * 512 * 2048 * 12 / 4.2e6))
+    assert whole.json["makespan_us"] == pytest.approx(3 * (120.0 + 2 * 512 * 2048 * 12 / DEFAULT_BANDWIDTHS["cuda"]))
     assert "1 kind of batch, 1 of them not tuned" in half.err
     assert half.err.endswith("to fill the gap run: dmuon-tune tune --shapes 3x512x2048\n")
     every = run("plan", "--shapes", "12x512x2048", "--world-size", "2", "--cache", tuned, "--device", "h200")
