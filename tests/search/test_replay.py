@@ -56,6 +56,18 @@ def test_equal_arguments_give_equal_curves_whatever_process_runs_them(
     assert curve.fractions.tolist() == [run(synthetic, "combined", 25, seed)[0] for seed in (0, 1)]
 
 
+def test_a_known_start_is_climbed_from_in_turn_with_random_picks(synthetic: Record) -> None:
+    times_us = [time_us or np.inf for time_us in synthetic.times_us]
+    start, indices = int(np.argmin(times_us)), synthetic.legal_space().indices
+    near, far = [], []
+    for seed in range(5):
+        _, rows = run(replace(synthetic, first=[start]), "combined", 4, seed)
+        assert rows[0] == start
+        for row, found in zip(rows[1:], (near, far, near), strict=True):
+            found.append(int((indices[row] != indices[start]).sum()))  # axes away from the fastest
+    assert max(near) <= 2 < max(far)
+
+
 class Watched(Sampler):
     """Picks the last unseen; remembers what it was told."""
 

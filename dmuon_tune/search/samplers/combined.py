@@ -21,7 +21,12 @@ class CombinedSampler(Sampler):
 
     def __init__(self, space: LegalSpace, seed: int, first: Sequence[int] = ()) -> None:
         super().__init__(space, seed, first)
-        self._parts = {part: part(space, seed + place) for place, part in enumerate(dict.fromkeys(TURNS))}
+        self._climber = LocalSampler(space, seed + 1)
+        self._parts: dict[type[Sampler], Sampler] = {
+            GpSampler: GpSampler(space, seed),
+            LocalSampler: self._climber,
+            ForestSampler: ForestSampler(space, seed + 2),
+        }
         self._turn = 0
 
     def observe(self, row: int, time_us: float | None) -> None:
@@ -40,10 +45,17 @@ class CombinedSampler(Sampler):
             if row not in self.times_us and row not in self.pending and row in unseen:
                 return row
         if not is_ready(self):
-            return int(self.rng.choice(unseen))
+            return self._begin(unseen)
         part = self._parts[TURNS[self._turn % len(TURNS)]]
         self._turn += 1
         return part.choose(unseen)
+
+    def _begin(self, unseen: Ints) -> int:
+        """Before there is enough to learn from: random ones, in turn with a climb where something likely was known."""
+        is_odd = (len(self.times_us) + len(self.pending)) % 2 == 1
+        if self.first and is_odd and any(time_us is not None for time_us in self.times_us.values()):
+            return self._climber.climb(unseen)
+        return int(self.rng.choice(unseen))
 
 
 SAMPLER = CombinedSampler
