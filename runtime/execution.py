@@ -20,7 +20,7 @@ from dmuon_tune.kernel_specs.polar_small import input_scale
 
 from .ends import Ends, Launch
 from .phases import is_watched, phase
-from .placed import ALIGNMENT_BYTES, Matrices, Placed, addresses, aligned, contiguous, spaced, writable
+from .placed import Matrices, Placed, addresses, aligned, contiguous, spaced, writable
 from .plan import GroupPlan
 from .static import Constant, Workspace, capturing
 from .updates import move_by_numbers
@@ -280,8 +280,8 @@ class GroupChain:
     def _reads(self, matrices: Tensor, ends: Ends) -> bool:
         """Whether the small form reads these matrices themselves."""
         matrix_bytes = matrices.nbytes // matrices.shape[0]
-        aligned = matrices.data_ptr() % ALIGNMENT_BYTES == 0 and (self._whole or matrix_bytes % ALIGNMENT_BYTES == 0)
-        return aligned and all(size in ends.direct for size in self._sizes)
+        apart = 0 if self._whole else matrix_bytes
+        return aligned([matrices.data_ptr(), apart]) and all(size in ends.direct for size in self._sizes)
 
     def _work(self, workspace: Workspace) -> _Buffers:
         """The chain's buffers; in a capture of our own those of before, for its graph must not write coefficients."""
