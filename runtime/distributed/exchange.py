@@ -39,10 +39,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Parcel:
-    """One fragment of matrix ``matrix``; ``start``: its first element in a buffer."""
+    """One fragment of matrix ``matrix``, to or from ``rank``; ``start``: its first element in a buffer."""
 
     matrix: int
     fragment: Fragment
+    rank: int
     start: int
 
 
@@ -92,7 +93,7 @@ def _transfer(flow: Iterator[tuple[int, int, int, Piece]], rank: int, world: int
         if source < rank and source != target:
             starts[target] += sum(fragment.numel for fragment in piece.fragments)
         if source == target == rank:
-            kept += [Parcel(matrix, fragment, 0) for fragment in piece.fragments]
+            kept += [Parcel(matrix, fragment, rank, 0) for fragment in piece.fragments]
         elif source == rank:
             sends[target] += [(matrix, fragment) for fragment in piece.fragments]
         elif target == rank:
@@ -103,9 +104,9 @@ def _transfer(flow: Iterator[tuple[int, int, int, Piece]], rank: int, world: int
 
 def _parcels(by_rank: Sequence[Sequence[tuple[int, Fragment]]]) -> tuple[Parcel, ...]:
     found, start = [], 0
-    for some in by_rank:
+    for rank, some in enumerate(by_rank):
         for matrix, fragment in some:
-            found.append(Parcel(matrix, fragment, start))
+            found.append(Parcel(matrix, fragment, rank, start))
             start += fragment.numel
     return tuple(found)
 
@@ -180,50 +181,53 @@ class Exchange:
     def post(self, transfer: Transfer, dtype: torch.dtype, slot: Slot, given: Sequence[Tensor], what: str) -> Posted:
         """Send ``given``, one tensor for each of the transfer's ``sends``, of the fragment's shape.
 
-        The slot's buffers are in use until the transfer has been waited for and what arrived has been read.
+        They, and the slot's buffers, are in use until the transfer has been waited for and what arrived has been read.
         """
         sent, received = sum(transfer.send_sizes), sum(transfer.receive_sizes)
-        out, parcels = slot.out.view(transfer, sent, dtype, lambda flat: (flat, _views(flat, transfer.sends)))
         into, arrived = slot.into.view(transfer, received, dtype, lambda flat: (flat, _views(flat, transfer.receives)))
-        copy(parcels, given)
+        into = into.view(torch.uint8)  # as bytes: whether a backend knows the dtype does not matter
         if transfer.empty:
             return Posted(transfer, arrived, [], what)
-        # As bytes: whether a backend knows the dtype does not matter.
-        works = self._carried(transfer, dtype.itemsize, slot, into.view(torch.uint8), out.view(torch.uint8), what)
+        near, works = self._neighbours.others, list[Any]()
+        if len(near) + 1 == self._control.size and all(_is_flat(each, dtype) for each in given):
+            works.append(self._copied(transfer, dtype.itemsize, slot, given, what))
+        else:
+            out, parcels = slot.out.view(transfer, sent, dtype, lambda flat: (flat, _views(flat, transfer.sends)))
+            copy(parcels, given)
+            if near:
+                works.append(self._copied(transfer, dtype.itemsize, slot, parcels, what))
+            if len(near) + 1 < self._control.size:
+                works.append(self._carried(transfer, dtype.itemsize, into, out.view(torch.uint8), what))
         self._traffic.collectives += 1
         self._traffic.bytes_sent += sent * dtype.itemsize
         self._traffic.bytes_received += received * dtype.itemsize
         return Posted(transfer, arrived, works, what)
 
-    def _carried(
-        self, transfer: Transfer, size: int, slot: Slot, into: Tensor, out: Tensor, what: str
-    ) -> list[Any]:
-        """What carries a transfer's bytes, ``size`` an element."""
+    def _copied(self, transfer: Transfer, size: int, slot: Slot, given: Sequence[Tensor], what: str) -> Any:
+        """What copies to neighbours, ``size`` bytes an element, from where it lies: each parcel as one piece."""
+        near, begins = self._neighbours.others, list(accumulate(transfer.send_sizes, initial=0))
+        sends = [
+            (parcel.rank, (transfer.starts[parcel.rank] + parcel.start - begins[parcel.rank]) * size, each.data_ptr(),
+             parcel.fragment.numel * size)
+            for parcel, each in zip(transfer.sends, given, strict=True) if parcel.rank in near
+        ]
+        return self._neighbours.post(slot.number, sends, [rank for rank in near if transfer.receive_sizes[rank]], what)
+
+    def _carried(self, transfer: Transfer, size: int, into: Tensor, out: Tensor, what: str) -> Any:
+        """What carries to ranks that are no neighbours, ``size`` bytes an element."""
+        near = self._neighbours.others
         into_sizes, out_sizes = ([count * size for count in counts]
                                  for counts in (transfer.receive_sizes, transfer.send_sizes))
-        works: list[Any] = []
-        near = self._neighbours.others
-        if near:
-            begins = list(accumulate(out_sizes, initial=0))
-            sends = [(rank, transfer.starts[rank] * size, out.data_ptr() + begins[rank], out_sizes[rank])
-                     for rank in near if out_sizes[rank]]
-            works.append(self._neighbours.post(slot.number, sends, [rank for rank in near if into_sizes[rank]], what))
-        if len(near) + 1 == self._control.size:
-            return works
         if self._device.type == "cpu":
             # A gloo group with a collective in flight keeps a process from ending; control's has a timeout of ours.
-            works.append(self._control.all_to_all(into, out, into_sizes, out_sizes, what))
-        elif not self._neighbours.anywhere:
-            works.append(self._control.post(lambda: all_to_all_single(
+            return self._control.all_to_all(into, out, into_sizes, out_sizes, what)
+        if not self._neighbours.anywhere:
+            return self._control.post(lambda: all_to_all_single(
                 into, out, into_sizes, out_sizes, group=self._group, async_op=True
-            ), what))
-        else:
-            arriving, leaving = ([part[:0] if rank in near else part for rank, part in enumerate(parts)]
-                                 for parts in (torch.split(into, into_sizes), torch.split(out, out_sizes)))
-            works.append(self._control.post(
-                lambda: all_to_all(arriving, leaving, group=self._group, async_op=True), what
-            ))
-        return works
+            ), what)
+        arriving, leaving = ([part[:0] if rank in near else part for rank, part in enumerate(parts)]
+                             for parts in (torch.split(into, into_sizes), torch.split(out, out_sizes)))
+        return self._control.post(lambda: all_to_all(arriving, leaving, group=self._group, async_op=True), what)
 
     def wait(self, posted: Posted) -> list[Tensor]:
         """What arrived; on a GPU the current stream waits, on a CPU the caller."""
@@ -233,6 +237,11 @@ class Exchange:
                     self._control.wait(work, posted.what, self._device)
             posted.works.clear()
         return posted.arrived
+
+
+def _is_flat(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether its bytes can be sent as they lie."""
+    return tensor.dtype == dtype and tensor.is_contiguous()
 
 
 def _views(flat: Tensor, parcels: Sequence[Parcel]) -> list[Tensor]:

@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from logging import getLogger
 from mmap import mmap
+from operator import itemgetter
 from pathlib import Path
 from tempfile import mkstemp
 from threading import Event, Thread
@@ -167,8 +169,8 @@ class Neighbours:
         return self._remade(grown) if grown else {}
 
     def post(self, room: int, sends: Sequence[tuple[int, int, int, int]], sources: Sequence[int], what: str) -> Mark:
-        """Send (rank, bytes from its ``room``'s start, address here, bytes), each of one transfer in which ``sources``
-        send to this rank; returns the place at which both are done."""
+        """Send pieces (rank, bytes from its ``room``'s start, address here, bytes) in one transfer, in which
+        ``sources`` send to this rank; returns the place at which both are done."""
         assert self._memory is not None and self._flags is not None
         memory, flags = self._memory, self._flags
         flags.number = number = (flags.number + 1) % CYCLE
@@ -176,9 +178,11 @@ class Neighbours:
         for rank in sources:
             memory.write(self._theirs(rank, READY), number)
         # The rank behind this one first: not all write to one rank at a time.
-        for rank, offset, source, nbytes in sorted(sends, key=lambda send: (send[0] < self._control.rank, send[0])):
+        order = sorted(sends, key=lambda send: (send[0] < self._control.rank, send[0]))
+        for rank, some in groupby(order, key=itemgetter(0)):
             memory.wait(self._mine(rank, READY), number)
-            memory.copy(self.others[rank].rooms[room] + offset, source, nbytes)
+            for _, offset, source, nbytes in some:
+                memory.copy(self.others[rank].rooms[room] + offset, source, nbytes)
             memory.write(self._theirs(rank, DONE), number)
         for rank in sources:
             memory.wait(self._mine(rank, DONE), number)

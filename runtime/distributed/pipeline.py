@@ -128,7 +128,7 @@ class Pipeline:
             self._run(stages, moving, meanwhile)
 
     def _run(self, stages: Sequence[Stage], moving: Moving, meanwhile: Callable[[], None]) -> None:
-        beside, free = self._beside, deque[Mark]([None, None])  # when each buffer of polar factors has been read
+        beside, free = self._beside, None  # when the polar factors before the last have left their buffer
         with beside.stream():
             arriving = deque(
                 self._post_inward(stages, index, moving.gradient) for index in range(min(DEPTH, len(stages)))
@@ -139,22 +139,24 @@ class Pipeline:
         leaving: Posted | None = None
         for index, stage in enumerate(stages):
             beside.wait(ready)
-            beside.wait(free.popleft())
+            beside.wait(free)
             sends, kept = self._orthogonalized(stage, index, gradients, moving)
             done = beside.mark()
             with beside.stream():
                 if index + 1 < len(stages):  # before the wait for this chain: the next one needs it
                     gradients, ready = self._next(stages, index + 1, arriving, moving)
+                self._arrive(leaving, moving)
+                free = beside.mark()
             with beside.stream(after=done):
-                posted = self._post_outward(stage, index, sends)
+                leaving = self._post_outward(stage, index, sends)
                 self._update(stage.outward.kept, kept, moving)
-                free.append(beside.mark())
-                if leaving is not None:
-                    self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
-            leaving = posted
+        with beside.stream():
+            self._arrive(leaving, moving)
+
+    def _arrive(self, leaving: Posted | None, moving: Moving) -> None:
+        """Wait for updates that are under way, which have left their buffer then, and move the weights here by them."""
         if leaving is not None:
-            with beside.stream():
-                self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
+            self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
 
     def _next(
         self, stages: Sequence[Stage], index: int, arriving: deque[Posted], moving: Moving
