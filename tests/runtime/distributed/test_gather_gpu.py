@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon_tune.runtime import Muon
+from dmuon_tune.runtime.distributed.neighbours import VARIABLE
 
 from ..reference import gaussian
 
@@ -26,7 +28,7 @@ FEW = [(264, 520)] * 6 + [(100, 72)]
 
 @dataclass(frozen=True)
 class Case:
-    """``buckets``: bytes of a round's batch, training by training; ``far``: how far weights may be from one process's,
+    """``buckets``: bytes of a round's batch, training by training, of which the second is carried by NCCL; ``far``: how far weights may be from one process's,
     over the length of the way."""
 
     shapes: list[tuple[int, int]]
@@ -73,7 +75,8 @@ def rank_of_world(rank: int, size: int, folder: str, case: Case) -> None:
     store = distributed.FileStore(f"{folder}/store", size)
     distributed.init_process_group("nccl", store=store, rank=rank, world_size=size)
     found = []
-    for bucket_bytes in case.buckets:
+    for training, bucket_bytes in enumerate(case.buckets):
+        os.environ[VARIABLE] = str(int(training != 1))
         sharded = model(case)
         for layer in sharded:
             fully_shard(layer)
