@@ -28,8 +28,8 @@ FEW = [(264, 520)] * 6 + [(100, 72)]
 
 @dataclass(frozen=True)
 class Case:
-    """``buckets``: bytes of a round's batch, training by training, of which the second is carried by NCCL; ``far``: how far weights may be from one process's,
-    over the length of the way."""
+    """``buckets``: bytes of a round's batch, training by training, of which the second is carried by NCCL; ``far``: how
+    far weights may be from one process's, over the length of the way."""
 
     shapes: list[tuple[int, int]]
     dtype: torch.dtype
