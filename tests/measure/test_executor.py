@@ -60,7 +60,7 @@ def test_every_misbehaviour_is_a_measurement(test_kernels: None, capfd: pytest.C
     assert "compiler says: line 7" in outcomes["gram.library.bad_compile{}"].log
     assert (outcomes["gram.library.bad_values{}"].max_rel_err or 0) > 1e-3
     slow = outcomes["gram.library.bad_slow{}"]
-    assert slow.median_us is not None and 3_000 <= slow.median_us < 300_000
+    assert slow.median_us is not None and 20_000 <= slow.median_us < 300_000
     library = outcomes["gram.library{'entry': 'baddbmm'}"]
     assert library.ok and len(library.samples) >= 3 and library.max_rel_err is not None
     assert library.log == "" and library.resources["launches_per_window"] >= 1

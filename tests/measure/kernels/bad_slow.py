@@ -1,4 +1,4 @@
-"""Right, and takes three milliseconds."""
+"""Right, and takes twenty milliseconds: more than the library on a busy machine."""
 
 import time
 
@@ -6,7 +6,7 @@ from gram_variant import gram, variant
 
 
 def launch(x, r, alpha):
-    time.sleep(0.003)
+    time.sleep(0.02)
     gram(x, r, alpha)
 
 
