@@ -326,8 +326,8 @@ class Muon(EagerOptimizer):
         """UsageError, by name, for what would fail once something had changed."""
         self._check_groups()
         for index, group in enumerate(self.param_groups):
-            found, before = Found(group, self.state), self._found.get(index)
-            if with_gradient and before is not None and found.is_as(before):
+            before = self._found.get(index)
+            if with_gradient and before is not None and before.is_so(group, self.state):
                 continue
             for position, p in enumerate(group["params"]):
                 if with_gradient and p.grad is None:
@@ -337,7 +337,7 @@ class Muon(EagerOptimizer):
                     raise UsageError(f"{name_of(group, index, position)}: {reason}")
                 if group["use_muon"]:
                     self._blocks_of(group, index, position)
-            self._found[index] = found
+            self._found[index] = Found(group, self.state)
 
     def _move(self, kind: Kind, batch: Batch) -> None:
         momentum = Momentum(kind.mode, tuple(batch.momenta), kind.mu)

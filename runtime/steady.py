@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from .blocks import Blocks
 
 Layouts = dict[Tensor, tuple[Any, Blocks | None]]  # how a parameter lies and is read; None: it is one matrix
 
-_SHAPE, _DTYPE, _LAYOUT = attrgetter("shape"), attrgetter("dtype"), attrgetter("layout")
+_GRADIENT, _SHAPE, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "shape", "dtype", "layout"))
 
 
 @dataclass
@@ -35,38 +36,58 @@ Runs = dict[tuple[torch.device, torch.dtype, torch.dtype, torch.Size, bool], Run
 class Found:
     """The parameters of a group that have a gradient, and how they, their gradients and their state lie.
 
-    Columns, each read by one pass in C: this is asked of every parameter at every step. A tensor that is the same
-    object, at the same address, of the same dtype and strides, is on the same device too. Gradients come and go: they
-    are not held, and only asked for what others are sorted and refused by.
+    Columns, each read by one pass in C: every step asks this of every parameter. A tensor that is the same object, at
+    the same address, of the same dtype and strides, is on the same device too. Gradients come and go: they are not
+    held, and only asked for what others are sorted and refused by.
     """
 
     def __init__(self, group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> None:
-        self.params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
         self.runs: Runs | None = None  # of a step with ``manner``
         self.manner: tuple[float, bool] | None = None
-        nothing: dict[str, Any] = {}
-        states = [state.get(p, nothing) for p in self.params]
+        gradients = list(map(_GRADIENT, group["params"]))
+        self.params: list[Tensor] = [p for p, one in zip(group["params"], gradients, strict=True) if one is not None]
+        self._every, self._missing = list(group["params"]), _missing(gradients)
+        self._keys, self._states = list(state), list(state.values())
+        self._own = [state[p] for p in self.params if p in state]
         try:
-            values = [value for each in states for value in each.values()]
-            tensors = self.params + [value for value in values if isinstance(value, Tensor)]
-            gradients = [p.grad for p in self.params]
-            self._held = [*self.params, *values]
-            self._columns = [
-                list(map(len, states)), list(map(_SHAPE, self.params)), list(map(Tensor.stride, tensors)),
-                list(map(_DTYPE, tensors)), list(map(Tensor.data_ptr, tensors)),
-                list(map(_DTYPE, gradients)), list(map(_LAYOUT, gradients)),
-            ]
+            self._values = _values(self._own)
+            self._tensors = self.params + [value for value in self._values if isinstance(value, Tensor)]
+            self._columns = [list(column) for column in self._read(gradients)]
         except (AttributeError, TypeError, RuntimeError):  # what is no state, or sparse: neither has all of that
             self._columns = []
 
-    def is_as(self, before: Found) -> bool:
-        """Whether the tensors are the same and all lies as it did."""
+    def is_so(self, group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> bool:
+        """Whether the tensors are still the same and lie as they did."""
+        gradients = list(map(_GRADIENT, group["params"]))
         return (
             bool(self._columns)
-            and self._columns == before._columns
-            and len(self._held) == len(before._held)
-            and all(map(is_, self._held, before._held))
+            and _same(group["params"], self._every) and _missing(gradients) == self._missing
+            and _same(state, self._keys) and _same(state.values(), self._states)
+            and _same(_values(self._own), self._values)
+            and all(list(now) == before for now, before in zip(self._read(gradients), self._columns, strict=True))
         )
+
+    def _read(self, gradients: Sequence[Tensor | None]) -> Iterator[Iterable[Any]]:
+        given = [gradient for gradient in gradients if gradient is not None]
+        yield map(len, self._own)
+        yield map(Tensor.data_ptr, self._tensors)
+        yield map(Tensor.stride, self._tensors)
+        yield map(_DTYPE, self._tensors)
+        yield map(_SHAPE, self.params)
+        yield map(_DTYPE, given)
+        yield map(_LAYOUT, given)
+
+
+def _missing(gradients: Sequence[Tensor | None]) -> list[int]:
+    return [place for place, gradient in enumerate(gradients) if gradient is None]
+
+
+def _values(states: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, states)))
+
+
+def _same(these: Collection[Any], those: Collection[Any]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def sorted_batches(

@@ -109,6 +109,17 @@ def test_a_change_between_steps_is_noticed(what: str, form: str) -> None:
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
+def test_another_parameter_may_be_without_gradient() -> None:
+    params, optimizer = made()
+    for place in (0, 0, 0, 2):
+        others, fresh = deepcopy((params, optimizer))
+        for each, its in ((params, optimizer), (others, fresh)):
+            graded(each)
+            each[place].grad = None
+            its.step()
+        assert all(torch.equal(one, other) for one, other in zip(params, others, strict=True))
+
+
 def test_blocks_follow_a_parameter_that_lies_elsewhere() -> None:
     """A split parameter's blocks are views: of its memory of today."""
     params, twins = ([nn.Parameter(gaussian(6, 10))] for _ in range(2))
