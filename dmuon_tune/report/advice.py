@@ -179,18 +179,26 @@ def _untimed(report: DeviceReport, where: Sequence[str]) -> Iterator[Advice]:
 
 
 def _unpriced(report: DeviceReport, where: Sequence[str]) -> Iterator[Advice]:
-    failed = {chain.recipe.group for _, chain in report.chains if not chain.measurement.ok}
-    unpriced = [
-        kept.recipe for kept in report.recipes
-        if kept.recipe.timed and not kept.stale
-        and any(replace(kept.recipe.group, batch=size) not in failed for size in kept.unpriced)
-    ]
+    """A shape's costs may stand in several recipes: each is told of the whole shape's."""
+    current = [kept.recipe for kept in report.recipes if kept.recipe.timed and not kept.stale]
+    known = {
+        (replace(each.group, batch=batch), each.dtype)
+        for each in current for batch in (each.group.batch, *dict(each.batch_costs))
+    }
+    known |= {(chain.recipe.group, chain.recipe.dtype) for _, chain in report.chains if not chain.measurement.ok}
+    unpriced = [each for each in current if any((smaller, each.dtype) not in known for smaller in _smaller(each.group))]
     if unpriced:
         yield Advice(
             f"{counted(len(unpriced), 'recipe')} not timed at every smaller batch: {_groups(unpriced)}.",
             "The budget ended first. Whoever divides matrices among ranks needs these costs; the same command goes on.",
             _tune((each.group for each in unpriced), unpriced[0].dtype, where),
         )
+
+
+def _smaller(group: Group) -> list[Group]:
+    """Batches of a power of two below the group's."""
+    sizes = [2**power for power in range(group.batch.bit_length())]
+    return [replace(group, batch=size) for size in sizes if size < group.batch]
 
 
 def _unmeasured(report: DeviceReport, where: Sequence[str]) -> Iterator[Advice]:

@@ -104,13 +104,6 @@ class KeptRecipe:
             return None
         return sum(count * (flops or 0) for count, flops in total) / self.recipe.cost_us * 1e6
 
-    @property
-    def unpriced(self) -> tuple[int, ...]:
-        """The smaller batches, powers of two, that a timed recipe has no cost for."""
-        known = {batch for batch, _ in self.recipe.batch_costs}
-        sizes = [2**power for power in range(self.recipe.group.batch.bit_length())]
-        return tuple(size for size in sizes if size < self.recipe.group.batch and size not in known)
-
 
 @dataclass(frozen=True)
 class DeviceReport:

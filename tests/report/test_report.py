@@ -177,6 +177,11 @@ def test_what_is_missing_failed_or_unfinished_has_a_command_that_mends_it(report
     assert "1 recipe not timed at every smaller batch: 4x64x192." in text
     assert "1 chain was timed while other processes or a moving clock disturbed it: 4x64x192." in text
     assert "dmuon-tune tune --shapes 4x64x192 --dtype float32 --device cpu --cache quiet.sqlite" in text
+    with Store.open(own_cache) as store:
+        other = replace(recipe, group=replace(GROUP, batch=3), batch_costs=((2, 230.0),))
+        store.put_recipe(device, other)
+    text = Tags(report(*CPU, "--cache", str(own_cache)).page).text
+    assert "not timed at every smaller batch" not in text, "what one recipe of a shape lacks another has"
 
 
 def test_a_cache_that_cannot_be_read_is_exit_code_4(report: Report, own_cache: Path, tmp_path: Path) -> None:
