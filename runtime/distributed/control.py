@@ -122,10 +122,14 @@ class Control:
         """Start ``all_to_all_single`` of CPU tensors over this group's own connections."""
         return self.post(lambda: self._gloo.alltoall_base(into, given, list(into_sizes), list(given_sizes)), what)
 
-    def post(self, start: Callable[[], dist.Work], what: str) -> dist.Work:
-        """Start a collective; PeerError where it cannot be started, because another rank is gone."""
+    def check(self) -> None:
+        """PeerError once this rank knows that one has failed; it asks nobody."""
         if self._broken:
             raise PeerError(self._broken)
+
+    def post(self, start: Callable[[], dist.Work], what: str) -> dist.Work:
+        """Start a collective; PeerError where it cannot be started, because another rank is gone."""
+        self.check()
         try:
             return start()
         except RuntimeError as error:
@@ -235,8 +239,7 @@ class Control:
 
     def _finish(self, work: dist.Work, what: str) -> None:
         """Wait for a collective's end; PeerError where another rank failed or does not come in time."""
-        if self._broken:
-            raise PeerError(self._broken)
+        self.check()
         deadline = time.monotonic() + self.timeout
         how = noted = ""
         try:
@@ -267,8 +270,7 @@ class Control:
         with suppress(RuntimeError):
             if self._store.check(["failure"]):
                 self._broken = self._store.get("failure").decode()
-        if self._broken:
-            raise PeerError(self._broken)
+        self.check()
 
     def _lost(self, what: str, how: str) -> NoReturn:
         """Raise that a wait has ended without the others; who they are, is known once all that live have noted."""

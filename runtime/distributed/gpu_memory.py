@@ -58,8 +58,11 @@ class GpuMemory:
         with self._entered():
             driver.unregister_host(address)
 
-    def begin(self) -> None:
-        self._carrying.wait_stream(torch.cuda.current_stream(self._device))
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        with self._entered():
+            self._carrying.wait_stream(torch.cuda.current_stream(self._device))
+            yield
 
     def write(self, address: int, value: int) -> None:
         driver.write_value(self._stream, address, value)

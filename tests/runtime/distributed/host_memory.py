@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from mmap import mmap
 from queue import SimpleQueue
@@ -14,6 +15,8 @@ from threading import Event, Thread
 
 import torch
 from torch import Tensor
+
+MUCH_BYTES = 1000
 
 
 class Place:
@@ -41,6 +44,8 @@ class HostMemory:
         Thread(target=self._work, daemon=True).start()
 
     def allocate(self, nbytes: int) -> tuple[Tensor, str]:
+        if self.refuses == "much" and nbytes > MUCH_BYTES:
+            raise OSError("no memory")
         descriptor, path = mkstemp(prefix="dmuon-tune-test-", dir="/dev/shm")
         os.ftruncate(descriptor, nbytes)
         address = self._map(descriptor, nbytes)
@@ -65,8 +70,8 @@ class HostMemory:
     def unregister(self, address: int) -> None:
         pass
 
-    def begin(self) -> None:
-        pass
+    def queue(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def write(self, address: int, value: int) -> None:
         self._queue.put(lambda: setattr(ctypes.c_uint32.from_address(address), "value", value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -63,6 +64,29 @@ def traded(rank: int, size: int, folder: str) -> None:
 def test_what_arrives_is_what_was_sent(tmp_path: Path) -> None:
     size = min(4, torch.cuda.device_count())
     multiprocessing.spawn(traded, (size, str(tmp_path)), nprocs=size)
+
+
+def dropped(rank: int, size: int, folder: str) -> None:
+    """Rank 1 drops its neighbours before rank 0 posts what it waits for; the current device is not everyone's own."""
+    _, neighbours = started(rank, size, folder, 20.0)
+    torch.cuda.set_device(0)
+    rooms = neighbours.reserve([64] * ROOMS)
+    given = torch.full((64,), rank + 1, dtype=torch.uint8, device=f"cuda:{rank}")
+    if rank == 0:
+        time.sleep(1.0)
+    neighbours.post(0, [(1 - rank, 0, given.data_ptr(), 64)], [1 - rank], "updates").wait()
+    arrived = rooms[0].clone()
+    if rank == 1:
+        del neighbours
+        gc.collect()
+    assert arrived.tolist() == [2 - rank] * 64
+    distributed.barrier()
+    if rank == 0:  # what the one that made it has freed
+        neighbours._needed.close(neighbours.others[1].rooms.pop(0))
+
+
+def test_what_is_under_way_arrives_after_an_optimizer_is_gone(tmp_path: Path) -> None:
+    multiprocessing.spawn(dropped, (2, str(tmp_path)), nprocs=2)
 
 
 def left_alone(rank: int, size: int, folder: str, how: str) -> None:
