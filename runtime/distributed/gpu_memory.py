@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dmuon_tune.backends import driver
 
+BLOCK_BYTES = 2**21  # smaller ones lie together, and a handle opens all of them; CUDA Programming Guide, IPC
+
 
 def memory_of(device: torch.device) -> GpuMemory | None:
     """What a device's tensors can be written through; None where that is nothing that other processes reach."""
@@ -28,7 +30,12 @@ class GpuMemory:
     def allocate(self, nbytes: int) -> tuple[Tensor, str]:
         with self._entered():
             # Not PyTorch's: its segments are shared by tensors and cannot always be opened elsewhere.
-            address = driver.allocate(nbytes)
+            whole = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+            try:
+                address = driver.allocate(whole)
+            except driver.DriverError:
+                torch.cuda.empty_cache()  # PyTorch keeps what it has freed
+                address = driver.allocate(whole)
             try:
                 handle = driver.export_memory(address).hex()
                 return torch.as_tensor(_Bytes(address, nbytes), device=self._device), handle
