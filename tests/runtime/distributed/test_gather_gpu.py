@@ -61,7 +61,10 @@ def gradient(p: Tensor, index: int, step: int) -> Tensor:
 
 
 def trained(whole: nn.Module, **options: Any) -> list[Tensor]:
-    optimizer = Muon(whole, weight_decay=0.1, verbose=False, **options)
+    return moved(whole, Muon(whole, weight_decay=0.1, verbose=False, **options))
+
+
+def moved(whole: nn.Module, optimizer: Muon) -> list[Tensor]:
     for step in range(STEPS):
         for index, p in enumerate(whole.parameters()):
             p.grad = gradient(p, index, step)
@@ -70,17 +73,25 @@ def trained(whole: nn.Module, **options: Any) -> list[Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu() for p in whole.parameters()]
 
 
-def rank_of_world(rank: int, size: int, folder: str, case: Case) -> None:
+def join(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     store = distributed.FileStore(f"{folder}/store", size)
     distributed.init_process_group("nccl", store=store, rank=rank, world_size=size)
+
+
+def sharded(case: Case) -> nn.Module:
+    whole = model(case)
+    for layer in whole:
+        fully_shard(layer)
+    return whole
+
+
+def rank_of_world(rank: int, size: int, folder: str, case: Case) -> None:
+    join(rank, size, folder)
     found = []
     for training, bucket_bytes in enumerate(case.buckets):
         os.environ[VARIABLE] = str(int(training != 1))
-        sharded = model(case)
-        for layer in sharded:
-            fully_shard(layer)
-        found.append(trained(sharded, ns_dtype=case.ns_dtype, bucket_bytes=bucket_bytes))
+        found.append(trained(sharded(case), ns_dtype=case.ns_dtype, bucket_bytes=bucket_bytes))
     torch.save(found, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 
@@ -97,3 +108,28 @@ def test_rounds_on_streams_of_their_own(tmp_path: Path, case: Case) -> None:
             for one, want in zip(found, alone, strict=True):
                 far = (one.float() - want.float()).norm() / (STEPS**0.5 * 0.02 * min(want.shape) ** 0.5)
                 assert far < case.far, far
+
+
+def carried(rank: int, size: int, folder: str) -> None:
+    """Weights, and how many neighbours carried, where copies do and where NCCL does between rank 0 and the others."""
+    join(rank, size, folder)
+    found = []
+    for apart in (0, 1):
+        os.environ[VARIABLE] = str(int(rank >= apart))
+        whole = sharded(CASES["library"])
+        optimizer = Muon(whole, weight_decay=0.1, verbose=False, ns_dtype="float32", bucket_bytes=2**20)
+        weights = moved(whole, optimizer)
+        neighbours = optimizer._gather._pipeline._exchange._neighbours  # type: ignore[union-attr]
+        found.append((len(neighbours.others), weights))
+    torch.save(found, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="fewer than three CUDA devices")
+def test_one_rank_without_copies_changes_no_bit(tmp_path: Path) -> None:
+    size = min(4, torch.cuda.device_count())
+    multiprocessing.spawn(carried, (size, str(tmp_path)), nprocs=size)
+    for rank in range(size):
+        (all_near, copied), (near, both) = torch.load(tmp_path / f"{rank}.pt")
+        assert (all_near, near) == (size - 1, size - 2 if rank else 0)
+        assert all(map(torch.equal, copied, both))
