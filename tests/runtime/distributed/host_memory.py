@@ -1,4 +1,4 @@
-"""Memory of processes of one machine for neighbours without GPUs: files that they map, and a thread as the queue."""
+"""Memory of processes of one machine for neighbours without GPUs: files that have no names, a thread as the queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from mmap import mmap
 from queue import SimpleQueue
-from tempfile import mkstemp
 from threading import Event, Thread
 
 import torch
@@ -39,27 +38,30 @@ class HostMemory:
     def __init__(self, refuses: str = "") -> None:
         self.copied, self.refuses = 0, refuses
         self._maps: dict[int, mmap] = {}
-        self._paths: dict[int, str] = {}
+        self._files: dict[int, int] = {}
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         Thread(target=self._work, daemon=True).start()
 
     def allocate(self, nbytes: int) -> tuple[Tensor, str]:
         if self.refuses == "much" and nbytes > MUCH_BYTES:
             raise OSError("no memory")
-        descriptor, path = mkstemp(prefix="dmuon-tune-test-", dir="/dev/shm")
+        descriptor = os.memfd_create("room")
         os.ftruncate(descriptor, nbytes)
         address = self._map(descriptor, nbytes)
-        self._paths[address] = path
-        return torch.frombuffer(self._maps[address], dtype=torch.uint8), path
+        self._files[address] = descriptor
+        return torch.frombuffer(self._maps[address], dtype=torch.uint8), f"/proc/{os.getpid()}/fd/{descriptor}"
 
     def free(self, room: Tensor) -> None:
-        os.unlink(self._paths.pop(room.data_ptr()))
+        os.close(self._files.pop(room.data_ptr()))
 
     def open(self, handle: str) -> int:
         if self.refuses == "open":
             raise OSError("no way there")
         descriptor = os.open(handle, os.O_RDWR)
-        return self._map(descriptor, os.fstat(descriptor).st_size)
+        try:
+            return self._map(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
 
     def close(self, address: int) -> None:
         del self._maps[address]
@@ -96,7 +98,6 @@ class HostMemory:
 
     def _map(self, descriptor: int, nbytes: int) -> int:
         memory = mmap(descriptor, nbytes)
-        os.close(descriptor)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._maps[address] = memory
         return address
