@@ -31,7 +31,7 @@ LONGEST = (  # files that 'make test' begins with, so that no worker is left wit
     "runtime/distributed/test_equality.py", "runtime/distributed/test_training.py",
     "runtime/distributed/test_resume.py", "search/test_kills.py", "tools/test_bench_ns.py", "search/test_replay.py",
     "measure/test_race.py", "tools/test_bench_train.py", "kernel_specs/test_interpreter.py", "test_contributing.py",
-    "cli/test_imports.py", "test_packaging.py",
+    "cli/test_imports.py", "test_packaging.py", "search/test_recorded.py",
 )
 
 

@@ -51,16 +51,15 @@ class ChainSpace(ChainSearch):
             self._outcomes.append((yield replace(recipe, picks=self._picks(recipe, picked))))
 
     def record(self, device: str) -> Record:
-        """What was timed so far."""
+        """What was timed so far; not how long each chain took to compile, which the chains before it decide."""
         recipe = self._estimated[0]
         axes: dict[str, list[Any]] = {"pieces of": [chunk or recipe.group.batch for chunk in self._pieces]}
         for (op, epilogue), found in self._choices.items():
             axes[f"{op} {epilogue}"] = [f"{entry.key.kernel} {entry.config}" for entry in found]
         rows = [list(place) for place in itertools.islice(self._places(), len(self._outcomes))]
         times_us = [outcome.median_us and round(outcome.median_us, 3) for outcome in self._outcomes]
-        costs = ([outcome.resources.get(name) for outcome in self._outcomes] for name in ("compile_s", "run_s"))
         label = f"chain {recipe.group.label()} {recipe.dtype}"
-        return Record(label, f"chain.{recipe.form}", device, axes, rows, times_us, [0] if rows else [], *costs)
+        return Record(label, f"chain.{recipe.form}", device, axes, rows, times_us, [0] if rows else [])
 
 
 def chain_space(
