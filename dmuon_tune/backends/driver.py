@@ -69,15 +69,14 @@ class DriverError(RuntimeError):
 
 
 @cache
-def _cuda() -> Any:
-    """libcuda with the types of what is called here."""
+def _function(name: str) -> Any:
+    """One of libcuda's, with the types that it takes; what a driver lacks only those miss who call it."""
     try:
-        library = ctypes.CDLL(LIBRARY)
-        for name, types in _SIGNATURES.items():
-            getattr(library, name).argtypes = types
+        function = getattr(ctypes.CDLL(LIBRARY), name)
     except (OSError, AttributeError) as error:
         raise UnloadableCodeError(f"the CUDA driver is missing or too old: {error}") from error
-    return library
+    function.argtypes = _SIGNATURES[name]
+    return function
 
 
 _SIGNATURES: dict[str, list[Any]] = {
@@ -111,14 +110,14 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_cuda(), name)(*arguments)
+    code = _function(name)(*arguments)
     if code:
         raise DriverError(name, code)
 
 
 def _error_name(code: int) -> str:
     text = c_char_p()
-    _cuda().cuGetErrorName(code, byref(text))
+    _function("cuGetErrorName")(code, byref(text))
     return f"{(text.value or b'error').decode()} ({code})"
 
 
@@ -169,10 +168,10 @@ def encode(tensor_map: TensorMap, address: int, at: int) -> None:
 
 def launch(config: LaunchConfig, kernel: c_void_p, parameters: Any, device: int) -> None:
     """``parameters``: a ctypes array of pointers to each of the kernel's, in order."""
-    code = _cuda().cuLaunchKernelEx(byref(config), kernel, parameters, None)
+    code = _function("cuLaunchKernelEx")(byref(config), kernel, parameters, None)
     if code == INVALID_CONTEXT:  # a thread that has called nothing of CUDA yet
         enter_context(device)
-        code = _cuda().cuLaunchKernelEx(byref(config), kernel, parameters, None)
+        code = _function("cuLaunchKernelEx")(byref(config), kernel, parameters, None)
     if code:
         raise DriverError("cuLaunchKernelEx", code)
 

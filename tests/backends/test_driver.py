@@ -81,9 +81,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     subprocess.run(command, check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "LIBRARY", str(folder / "libcuda.so"))
-        driver._cuda.cache_clear()
+        driver._function.cache_clear()
         yield ctypes.CDLL(str(folder / "libcuda.so"))
-    driver._cuda.cache_clear()
+    driver._function.cache_clear()
 
 
 def number(library: ctypes.CDLL, name: str) -> int:
@@ -179,7 +179,7 @@ def test_what_the_driver_refuses_is_said_by_its_name(library: ctypes.CDLL) -> No
 
 def test_without_a_driver_or_with_broken_metadata_the_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libcuda-that-is-not-here.so")
-    driver._cuda.cache_clear()
+    driver._function.cache_clear()
     try:
         with pytest.raises(UnloadableCodeError, match="driver is missing"):
             driver.load_library(b"cubin")
@@ -187,7 +187,7 @@ def test_without_a_driver_or_with_broken_metadata_the_code_is_refused(monkeypatc
             with pytest.raises(UnloadableCodeError):
                 cuda_launches.FORMAT.load(data, launch, Path("none"))
     finally:
-        driver._cuda.cache_clear()
+        driver._function.cache_clear()
 
 
 def as_json(call: CudaCall) -> dict[str, object]:
