@@ -227,6 +227,13 @@ def written(last: Problem) -> Problem:
     return replace(last, out_dtype=WEIGHTS_DTYPE)
 
 
+def end_for(end: Problem, weights_dtype: str) -> Problem:
+    """One of :func:`ends` for gradients and weights of another dtype."""
+    if end.op == "momentum":
+        return replace(end, dtype=weights_dtype)
+    return end if end.op == "gemm_symmetric" else replace(end, out_dtype=weights_dtype)
+
+
 def schedule(steps: int, restarts: Iterable[int]) -> str:
     """The steps and restarts of a whole recurrence in one launch, as its problem's epilogue: ``s5r2``."""
     return f"s{steps}" + "".join(f"r{step}" for step in sorted(set(restarts)) if 0 < step < steps)

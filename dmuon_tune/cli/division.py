@@ -33,8 +33,8 @@ def add_options(group: Any, needed: bool) -> None:
     )
     group.add_argument(
         "--param-dtype", type=options.dtype, metavar="DTYPE",
-        help=f"of gradients and weights as they travel, such as float32 under FSDP2's mixed precision: "
-        f"{', '.join(DTYPES)} (default: {WEIGHTS_DTYPE})",
+        help=f"of gradients and weights, such as float32 under FSDP2's mixed precision: {', '.join(DTYPES)} (default: "
+        f"{WEIGHTS_DTYPE})",
     )
     group.add_argument(
         "--momentum-dtype", type=options.dtype, metavar="DTYPE", help="default: the parameters'",

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, UsageError
+from dmuon_tune.recipe import WEIGHTS_DTYPE
 from dmuon_tune.words import counted
 
 from . import caches, division, dry_run, options, workload
@@ -79,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         args.effort, args.trials, args.budget, device=args.device, devices=args.devices, dtype=args.dtype,
         backends=args.backends, sampler=args.sampler, seed=args.seed, workers=args.workers,
         compile_timeout_s=args.compile_timeout, run_timeout_s=args.run_timeout,
+        weights_dtype=args.param_dtype or WEIGHTS_DTYPE,
     )
     work = _of_owners(args, work, chosen)
     if args.dry_run:
@@ -105,7 +107,7 @@ def _of_owners(args: argparse.Namespace, work: workload.Workload, chosen: TuneOp
     """With ``--world-size`` the batches that owners run in place of one process's, divided as training does by what the
     caches know now."""
     if not args.world_size:
-        for name in ("bucket_bytes", "param_dtype", "momentum_dtype"):
+        for name in ("bucket_bytes", "momentum_dtype"):
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is of owners' batches; give --world-size, too")
         return work

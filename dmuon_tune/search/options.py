@@ -10,7 +10,7 @@ from dmuon_tune.cache import CacheEntry
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import UsageError
 from dmuon_tune.problem import DTYPES, Problem
-from dmuon_tune.recipe import Recipe
+from dmuon_tune.recipe import WEIGHTS_DTYPE, Recipe
 
 from .samplers import DEFAULT, sampler_type
 
@@ -35,7 +35,8 @@ EFFORTS = {
 @dataclass(frozen=True)
 class TuneOptions:
     """How to tune. ``device``: auto, cpu, cuda or cuda:<index>; ``devices`` in its place: several of one kind, each of
-    which measures some of the problems. ``dtype``: None for the device's default.
+    which measures some of the problems. ``dtype``: None for the device's default. ``weights_dtype``: of gradients and
+    weights at the chains' ends, besides bf16.
 
     ``backends``: the DSLs to try (None: all); the library is always measured, as the baseline. ``trials``:
     configurations a problem over all kernels, those in the cache counted (of a chain's ends a quarter as many); the
@@ -61,12 +62,14 @@ class TuneOptions:
     run_timeout_s: float = 60.0
     workers: int | None = None
     devices: tuple[str, ...] = ()
+    weights_dtype: str = WEIGHTS_DTYPE
 
     def __post_init__(self) -> None:
         if self.devices and self.device != "auto":
             raise UsageError("device and devices both say what to tune on; give one of them")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UsageError(f"unsupported dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        for dtype in (self.dtype, self.weights_dtype):
+            if dtype is not None and dtype not in DTYPES:
+                raise UsageError(f"unsupported dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
         sampler_type(self.sampler)
         for name in ("trials", "budget_s", "patience", "finalists", "compile_timeout_s", "run_timeout_s", "workers"):
             value = getattr(self, name)

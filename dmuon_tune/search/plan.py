@@ -113,6 +113,6 @@ def searches_of(
             end, kernel_searches(end, specs, device, store, *how), options.trials,
             products[like] if like else None,
         )
-        for end, like in ends(groups, dtype, specs, device).items()
+        for end, like in ends(groups, dtype, specs, device, options.weights_dtype).items()
     ]
     return [*products.values(), *at_ends]

@@ -9,7 +9,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import ops
 from dmuon_tune.measure.winners import library_kernel
 from dmuon_tune.problem import ITEM_BYTES, Problem
-from dmuon_tune.recipe import Group, chain, forms
+from dmuon_tune.recipe import WEIGHTS_DTYPE, Group, chain, end_for, forms
 from dmuon_tune.spec import KernelSpec
 
 ALIGNMENT_BYTES = 16  # of a matrix, for vector loads and TMA
@@ -38,16 +38,21 @@ def workload(
 
 
 def ends(
-    groups: Iterable[Group], dtype: str, specs: Sequence[KernelSpec], device: DeviceFingerprint
+    groups: Iterable[Group], dtype: str, specs: Sequence[KernelSpec], device: DeviceFingerprint,
+    weights_dtype: str = WEIGHTS_DTYPE,
 ) -> dict[Problem, Problem | None]:
     """What an optimizer's step launches in place of the groups' first and last products, where kernels serve it: the
-    end → the product that it stands for (:func:`dmuon_tune.recipe.ends`). On a CPU PyTorch does all of it."""
+    end → the product that it stands for (:func:`dmuon_tune.recipe.ends`), for bf16 weights, in which chains are timed,
+    and those of ``weights_dtype``. On a CPU PyTorch does all of it."""
     if not with_ends(device):
         return {}
     found: dict[Problem, Problem | None] = {}
     for group in groups:
         for form in served_forms(group, dtype, specs, device):
-            found |= recipe.ends(group, form, dtype)
+            usual = recipe.ends(group, form, dtype)
+            found |= usual
+            found |= {end_for(end, weights_dtype): like for end, like in usual.items()}
+    found = {end: like for end, like in found.items() if end != like}  # where weights are of the chain's own dtype
     return {end: like for end, like in found.items() if is_served(end, specs, device)}
 
 

@@ -8,7 +8,7 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, kernels, ops
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import Group, chain
+from dmuon_tune.recipe import Group, chain, end_for
 from dmuon_tune.search.workload import ends, served_forms
 from dmuon_tune.search.workload import workload as workload_of
 
@@ -81,6 +81,20 @@ def test_on_a_gpu_a_step_begins_and_ends_in_the_weights_dtype() -> None:
     }
     assert not found.keys() & products.keys() and set(found.values()) - {None} <= products.keys()
     assert not any(end.epilogue == "w" for end in ends([Group(3, 33, 35)], "float16", kernels(), H200))
+
+
+def test_ends_of_other_weights_come_besides_those_that_chains_are_timed_with() -> None:
+    group = Group(4, 256, 1536)
+    usual = ends([group], "float16", kernels(), H200)
+    both = ends([group], "float16", kernels(), H200, "float32")
+    added = both.keys() - usual.keys()
+    assert usual.items() <= both.items() and {(end.op, end.epilogue, end.dtype, end.out_dtype) for end in added} == {
+        ("momentum", "n", "float32", "float16"), ("apply", "w", "float16", "float32"),
+        ("apply", "none", "float16", "float32"),
+    }
+    assert all(both[end] == usual[end_for(end, "bfloat16")] for end in added)
+    like_the_chain = ends([group], "float16", kernels(), H200, "float16")
+    assert not like_the_chain.keys() & chain(group, "gram", "float16").keys()
 
 
 def test_ends_are_for_gpus_and_kernels_that_serve_them() -> None:
