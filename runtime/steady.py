@@ -49,6 +49,8 @@ class Found:
         self._every, self._missing = list(group["params"]), _missing(gradients)
         self._keys, self._states = list(state), list(state.values())
         self._own = [state[p] for p in self.params if p in state]
+        self.has_momenta = sum("momentum_buffer" in each for each in self._own) == len(self.params)
+        self._amsgrad = group.get("amsgrad")  # which asks for more state
         try:
             self._values = _values(self._own)
             self._tensors = self.params + [value for value in self._values if isinstance(value, Tensor)]
@@ -64,16 +66,18 @@ class Found:
             and _same(group["params"], self._every) and _missing(gradients) == self._missing
             and _same(state, self._keys) and _same(state.values(), self._states)
             and _same(_values(self._own), self._values)
+            and group.get("amsgrad") == self._amsgrad
             and all(list(now) == before for now, before in zip(self._read(gradients), self._columns, strict=True))
         )
 
     def _read(self, gradients: Sequence[Tensor | None]) -> Iterator[Iterable[Any]]:
         given = [gradient for gradient in gradients if gradient is not None]
+        yield chain.from_iterable(self._own)  # what each is called
         yield map(len, self._own)
         yield map(Tensor.data_ptr, self._tensors)
         yield map(Tensor.stride, self._tensors)
         yield map(_DTYPE, self._tensors)
-        yield map(_SHAPE, self.params)
+        yield map(_SHAPE, self._tensors)
         yield map(_DTYPE, given)
         yield map(_LAYOUT, given)
 
@@ -129,7 +133,8 @@ def _runs(
             run.weights.append(weight)
             run.momenta.append(buffer)
             run.gradients.append(piece)
-    if not any(run.gradients for run in runs.values()):  # those are this step's
+    # Pieces of gradients are this step's, and momenta that it has made are not among what the next one compares.
+    if found.has_momenta and not any(run.gradients for run in runs.values()):
         found.runs, found.manner = runs, manner
     return runs
 

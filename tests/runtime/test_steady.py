@@ -18,11 +18,11 @@ from .reference import gaussian
 Change = Callable[[list[nn.Parameter], Muon], None]
 
 
-def made(**options: Any) -> tuple[list[nn.Parameter], Muon]:
-    """Matrices of two shapes and a vector, after steps enough that a further one finds all as it was."""
+def made(steps: int = 3, **options: Any) -> tuple[list[nn.Parameter], Muon]:
+    """Matrices of two shapes and a vector, after so many steps: from the third on one finds all as it was."""
     params = [nn.Parameter(gaussian(*shape)) for shape in ((6, 10), (8, 8), (6, 10), (8, 8), (10,))]
     optimizer = Muon([{"params": params[:4]}, {"params": params[4:], "use_muon": False}], **options)
-    for _ in range(3):
+    for _ in range(steps):
         graded(params)
         optimizer.step()
     return params, optimizer
@@ -41,6 +41,11 @@ def momentum(params: list[nn.Parameter], optimizer: Muon) -> Tensor:
 def swapped(params: list[nn.Parameter], optimizer: Muon) -> None:
     one, other = (optimizer.state[params[place]] for place in (0, 2))
     one["momentum_buffer"], other["momentum_buffer"] = other["momentum_buffer"], one["momentum_buffer"]
+
+
+def shortened(buffer: Tensor) -> None:
+    with torch.no_grad():
+        buffer.set_(buffer.untyped_storage(), 0, (5, 10), (10, 1))
 
 
 def set_data(p: Tensor, change: Callable[[Tensor], Tensor]) -> None:
@@ -71,12 +76,17 @@ CHANGES: dict[str, Change] = {
     "momentum is on another device": lambda params, optimizer: optimizer.state[params[0]].update(
         momentum_buffer=torch.ones(6, 10, device="meta")
     ),
+    "momentum has lost a row in place": lambda params, optimizer: shortened(momentum(params, optimizer)),
+    "momentum has another name": lambda params, optimizer: optimizer.state[params[0]].update(
+        other=optimizer.state[params[0]].pop("momentum_buffer")
+    ),
     "momentum is another parameter's": swapped,
     "state is gone": lambda params, optimizer: optimizer.state.clear(),
     "state is none": lambda params, optimizer: optimizer.state.update({params[0]: 1}),
     "AdamW's state is of another shape": lambda params, optimizer: optimizer.state[params[4]].update(
         exp_avg=torch.ones(3)
     ),
+    "AdamW keeps what it has not": lambda params, optimizer: optimizer.param_groups[1].update(amsgrad=True),
     "another μ": lambda params, optimizer: optimizer.param_groups[0].update(momentum=0.5),
     "another form": lambda params, optimizer: optimizer.param_groups[0].update(momentum_form="ema"),
     "another rate": lambda params, optimizer: optimizer.param_groups[0].update(lr=0.5, weight_decay=0.1),
@@ -94,10 +104,11 @@ def after(params: list[nn.Parameter], optimizer: Muon) -> tuple[str, list[Tensor
     return said, [p.detach() for p in params]
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("form", ["accumulate", "ema"])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_between_steps_is_noticed(what: str, form: str) -> None:
-    params, optimizer = made(momentum_form=form)
+def test_a_change_between_steps_is_noticed(what: str, form: str, steps: int) -> None:
+    params, optimizer = made(steps, momentum_form=form)
     others, fresh = deepcopy((params, optimizer))
     for each, its in ((params, optimizer), (others, fresh)):
         graded(each)
@@ -107,6 +118,7 @@ def test_a_change_between_steps_is_noticed(what: str, form: str) -> None:
     assert said == expected
     for one, other in zip(moved, wanted, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
+    assert [str(optimizer.state.get(p)) for p in params] == [str(fresh.state.get(p)) for p in others]
 
 
 def test_another_parameter_may_be_without_gradient() -> None:
