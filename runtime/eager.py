@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import AdamW, Optimizer
 
@@ -45,6 +46,25 @@ class EagerOptimizer(Optimizer):
 
 
 class EagerAdamW(EagerOptimizer, AdamW):
-    """PyTorch's, as a step that is itself kept out of what is compiled runs it."""
+    """PyTorch's, as a step that is itself kept out of what is compiled runs it. Its fused kernels walk memory flat, so
+    gradients that lie otherwise than their parameter are laid like it first; state is to lie so: :func:`lay_state`."""
 
-    step = torch.no_grad()(inspect.unwrap(AdamW.step))
+    _stepped = torch.no_grad()(inspect.unwrap(AdamW.step))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = _laid_like(p, p.grad)
+        return self._stepped(closure)
+
+
+def lay_state(p: Tensor, state: dict[str, Any]) -> None:
+    """Let what AdamW keeps of a parameter lie as it does."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == p.shape:
+            state[key] = _laid_like(p, value)
+
+
+def _laid_like(p: Tensor, other: Tensor) -> Tensor:
+    return other if other.stride() == p.stride() else torch.empty_like(p, dtype=other.dtype).copy_(other)

@@ -18,7 +18,7 @@ from dmuon_tune.recipe import DEFAULT_STEPS, Group
 from .batches import Batch, Kind, Setting, are_finite
 from .blocks import Blocks, Split, blocks_of
 from .checkpoints import restore
-from .eager import EagerAdamW, EagerOptimizer, uncompiled
+from .eager import EagerAdamW, EagerOptimizer, lay_state, uncompiled
 from .execution import Momentum
 from .mode import gather_for
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
@@ -337,6 +337,8 @@ class Muon(EagerOptimizer):
                     raise UsageError(f"{name_of(group, index, position)}: {reason}")
                 if group["use_muon"]:
                     self._blocks_of(group, index, position)
+                else:
+                    lay_state(p, self.state.get(p, {}))
             self._found[index] = Found(group, self.state)
 
     def _move(self, kind: Kind, batch: Batch) -> None:

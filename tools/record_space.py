@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from _runner import Parser, run
+from _runner import Parser, check_writable, run
 
 from dmuon_tune.cache import Store
 from dmuon_tune.cli.options import seconds
@@ -44,7 +45,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=10**9, help="configurations, those in the cache counted")
     parser.add_argument("--budget", type=seconds, metavar="TIME", help="of this run, such as 90s")
     parser.add_argument("--cache", required=True, help="cache file that is measured into")
-    parser.add_argument("--out", help="record to write: a .json.gz file")
+    parser.add_argument("--out", type=Path, help="record to write: a .json.gz file")
     return parser.parse_args(arguments)
 
 
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     args = options_of(arguments)
     if bool(args.chain) == bool(args.kernel and args.shape):
         raise UsageError("give --kernel and --shape of a product, or --chain")
+    check_writable("--out", args.out)
     options = TuneOptions(device=args.device, trials=args.limit, budget_s=args.budget, workers=args.workers)
     with Store.open_user(args.cache) as store, Run(store, options, terminal_progress()) as run:
         record, missing = (record_chain if args.chain else record_product)(args, store, run)

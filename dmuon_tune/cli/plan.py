@@ -216,8 +216,8 @@ def _print(
         [
             [
                 f"ours ({solved.method})" if name == "ours" else name, microseconds(max(its)),
-                f"{max(its) / solved.bound_us - 1:.2%}", ratio(max(its), solved.makespan_us), microseconds(min(its)),
-                microseconds(median(its)), microseconds(sum(its)),
+                f"{max(0.0, max(its) / solved.bound_us - 1):.2%}", ratio(max(its), solved.makespan_us),
+                microseconds(min(its)), microseconds(median(its)), microseconds(sum(its)),
             ]
             for name, its in loads.items()
         ] + [["bound", microseconds(solved.bound_us), None, None, None, None, None]],

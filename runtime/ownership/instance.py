@@ -56,6 +56,8 @@ class Instance:
             key = item.rows, item.cols, id(costs), item.state_bytes
             classes.setdefault(key, []).append(place)
             priced[key] = costs
+        # In an order of their own: batches of owners do not depend on the matrices' order, which tools may not know.
+        classes = dict(sorted(classes.items(), key=lambda known: (known[0][0], known[0][1], known[0][3]), reverse=True))
         table = np.full((len(classes), max(map(len, classes.values())) + 1), np.inf)
         for index, (key, places) in enumerate(classes.items()):
             table[index, : len(places) + 1] = [priced[key].us(batch) for batch in range(len(places) + 1)]

@@ -369,3 +369,25 @@ def test_no_parameters_is_an_error() -> None:
         Muon([])
     with pytest.raises(UsageError, match="Tanh has no parameters to optimize"):
         Muon(nn.Tanh())
+
+
+@pytest.mark.parametrize("lies", ["transposed", "spread", "repeated"])
+def test_adamw_takes_gradients_and_moments_that_lie_otherwise(lies: str) -> None:
+    """PyTorch's fused kernel alone would read them in the order of memory."""
+    def other(full: Tensor) -> Tensor:
+        if lies == "repeated":
+            return full[:1].expand_as(full)
+        if lies == "spread":
+            return torch.stack((full, full), -1)[..., 0]
+        return full.mT.contiguous().mT
+
+    one, two = (nn.Parameter(gaussian(5, 7)) for _ in range(2))
+    found, wanted = (Muon([{"params": [p], "use_muon": False}]) for p in (one, two))
+    for step in range(4):
+        one.grad = other(gaussian(5, 7, seed=step))
+        two.grad = one.grad.contiguous()
+        if step == 2:  # as after model.to(memory_format=...)
+            one.data = one.data.mT.contiguous().mT
+        found.step()
+        wanted.step()
+        assert torch.equal(one, two)

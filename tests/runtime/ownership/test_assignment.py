@@ -222,3 +222,18 @@ def test_costs_never_fall() -> None:
 def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         assign([Work(2, 2, 0, costs((1, 1.0)), 1)], **wrong)  # type: ignore[arg-type]
+
+
+def test_what_owners_hold_does_not_depend_on_the_matrices_order() -> None:
+    """A model's matrices by name, as tools read them, and as its modules are; several plans are equally good."""
+    shapes = {"q": (6, 6), "k": (1, 6), "v": (1, 6), "o": (6, 6), "gate": (35, 6), "up": (35, 6), "down": (6, 35)}
+    priced = {shape: costs((1, 20.0 + shape[0] * shape[1])) for shape in set(shapes.values())}
+
+    def held(order: Sequence[str]) -> Counter[tuple[tuple[tuple[int, int], int], ...]]:
+        work = [Work(*shapes[name], layer, priced[shapes[name]], 5) for layer in range(28) for name in order]
+        found = assign(work, 8, seconds=20.0)
+        by_owner = [Counter((item.rows, item.cols) for item, its in zip(work, found.owner, strict=True) if its == owner)
+                    for owner in range(8)]
+        return Counter(tuple(sorted(each.items())) for each in by_owner)
+
+    assert held(list(shapes)) == held(sorted(shapes))
