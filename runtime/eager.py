@@ -51,7 +51,7 @@ class EagerAdamW(EagerOptimizer, AdamW):
 
     _stepped = torch.no_grad()(inspect.unwrap(AdamW.step))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
