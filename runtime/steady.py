@@ -52,7 +52,7 @@ class Found:
         self.has_momenta = sum("momentum_buffer" in each for each in self._own) == len(self.params)
         self._amsgrad = group.get("amsgrad")  # which asks for more state
         try:
-            self._values = _values(self._own)
+            self._values = values_of(self._own)
             self._tensors = self.params + [value for value in self._values if isinstance(value, Tensor)]
             self._columns = [list(column) for column in self._read(gradients)]
         except (AttributeError, TypeError, RuntimeError):  # what is no state, or sparse: neither has all of that
@@ -63,9 +63,9 @@ class Found:
         gradients = list(map(_GRADIENT, group["params"]))
         return (
             bool(self._columns)
-            and _same(group["params"], self._every) and _missing(gradients) == self._missing
-            and _same(state, self._keys) and _same(state.values(), self._states)
-            and _same(_values(self._own), self._values)
+            and same(group["params"], self._every) and _missing(gradients) == self._missing
+            and same(state, self._keys) and same(state.values(), self._states)
+            and same(values_of(self._own), self._values)
             and group.get("amsgrad") == self._amsgrad
             and all(list(now) == before for now, before in zip(self._read(gradients), self._columns, strict=True))
         )
@@ -86,11 +86,13 @@ def _missing(gradients: Sequence[Tensor | None]) -> list[int]:
     return [place for place, gradient in enumerate(gradients) if gradient is None]
 
 
-def _values(states: Sequence[dict[str, Any]]) -> list[Any]:
+def values_of(states: Iterable[dict[Any, Any]]) -> list[Any]:
+    """All that these hold, one after another."""
     return list(chain.from_iterable(map(dict.values, states)))
 
 
-def _same(these: Collection[Any], those: Collection[Any]) -> bool:
+def same(these: Collection[Any], those: Collection[Any]) -> bool:
+    """Whether both are the same objects, in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 

@@ -62,7 +62,11 @@ def move_by_numbers(
     """W ← decay·W − rate·direction."""
     for decay, rate in set(rates):
         at = [place for place, pair in enumerate(rates) if pair == (decay, rate)]
-        some = [weights[place] for place in at]
-        if decay != 1.0:
-            torch._foreach_mul_(some, decay)
-        torch._foreach_add_(some, [directions[place] for place in at], alpha=-rate)
+        move_alike([weights[place] for place in at], [directions[place] for place in at], decay, rate)
+
+
+def move_alike(weights: list[Tensor], directions: list[Tensor], decay: float, rate: float) -> None:
+    """The same with one decay and one rate for all."""
+    if decay != 1.0:
+        torch._foreach_mul_(weights, decay)
+    torch._foreach_add_(weights, directions, alpha=-rate)

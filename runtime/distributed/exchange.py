@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -62,6 +63,15 @@ class Transfer:
     receive_sizes: tuple[int, ...]
     starts: tuple[int, ...]
     empty: bool
+
+    @cached_property
+    def lands(self) -> tuple[tuple[int, int, int], ...]:
+        """(Rank, first element in its buffer, elements) of each of the ``sends``."""
+        begins = list(accumulate(self.send_sizes, initial=0))
+        return tuple(
+            (parcel.rank, self.starts[parcel.rank] + parcel.start - begins[parcel.rank], parcel.fragment.numel)
+            for parcel in self.sends
+        )
 
 
 def to_owners(within: Round, matrices: Sequence[Matrix], rank: int) -> Transfer:
@@ -205,11 +215,10 @@ class Exchange:
 
     def _copied(self, transfer: Transfer, size: int, slot: Slot, given: Sequence[Tensor], what: str) -> Any:
         """What copies to neighbours, ``size`` bytes an element, from where it lies: each parcel as one piece."""
-        near, begins = self._neighbours.others, list(accumulate(transfer.send_sizes, initial=0))
+        near = self._neighbours.others
         sends = [
-            (parcel.rank, (transfer.starts[parcel.rank] + parcel.start - begins[parcel.rank]) * size, each.data_ptr(),
-             parcel.fragment.numel * size)
-            for parcel, each in zip(transfer.sends, given, strict=True) if parcel.rank in near
+            (rank, start * size, each.data_ptr(), count * size)
+            for (rank, start, count), each in zip(transfer.lands, given, strict=True) if rank in near
         ]
         return self._neighbours.post(slot.number, sends, [rank for rank in near if transfer.receive_sizes[rank]], what)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_tune.errors import UsageError
 
-from ..batches import Setting, are_finite
+from ..batches import are_finite
 from ..blocks import Blocks
 from ..newton_schulz import GramNewtonSchulz, cut_batch
 from ..ownership import Assignment
@@ -22,21 +23,25 @@ from ..parameters import name_of
 from ..phases import phase
 from ..plan import Plan
 from ..report import Direction, MatrixReport, Report, block_name, factor_of, report
-from .adamw import LocalAdamW, like
+from .adamw import LocalAdamW, Part, like
 from .agreement import Agreement, Wanted
 from .control import Control
 from .exchange import Exchange, Traffic, to_holders, to_owners
 from .gradients import NO_GRADIENT, code_of, complete, disagreement, dtype_of
+from .held import Weights
 from .options import check_alike, digest, options_of
 from .pieces import Matrix, local_of, shard_of
 from .pipeline import SLOTS, Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
+from .reading import Reading
 from .rounds import Item, Lane, rounds
 
 if TYPE_CHECKING:
     from ..muon import Muon
 
 MAX_SCHEDULES = 8  # that are kept, where other parameters have gradients from step to step
+
+_OPPOSITE = bytes(range(255, -1, -1))  # of a byte: the largest of these is that of the least
 
 
 class Gather:
@@ -61,12 +66,10 @@ class Gather:
         self._owners: dict[tuple[Tensor, int], int] = {}  # by parameter and block
         self._survey = Survey()
         self._owner: list[int] = []
-        self._checked = False  # whether state is what this placement can use
         self._schedules: dict[tuple[Any, ...], list[Stage]] = {}  # by what gradients there are, and manners
         self._whole: list[Stage] = []  # of a step in which every matrix moves
         self._checkpoints: dict[tuple[int, ...], list[Stage]] = {}  # by the parameters that have momentum
         self._pipelines: dict[torch.device, Pipeline] = {}
-        self._adamw = LocalAdamW()
 
     @property
     def control(self) -> Control:
@@ -96,11 +99,13 @@ class Gather:
             self._pipelines[device] = Pipeline(exchange, self._newton_schulz, device, self.traffic)
         self._pipeline = self._pipelines[device]  # which keeps its buffers
         self._pipeline.matrices = self._survey.matrices
-        self._checked = False
+        own = [place for place, owner in enumerate(self._owner) if owner == self.control.rank]
+        self._reading = Reading(self._survey.matrices, own, self._momentum_dtype)
+        self._adamw = LocalAdamW()
         self._schedules.clear()
         self._checkpoints.clear()
-        codes = [code_of(each.tensor, each.tensor) if each.moves else NO_GRADIENT for each in found]
-        moving = self._reading(optimizer)
+        codes = bytes(code_of(each.tensor, each.tensor) if each.moves else NO_GRADIENT for each in found)
+        moving = self._reading.of(optimizer, Weights([each.tensor for each in found]), [None for _ in found])
         self._whole = self._scheduled(codes, moving)
         optimizer._planned = True
         return (self._plan,) if self._plan and self._plan.groups else ()
@@ -123,16 +128,22 @@ class Gather:
         codes, moving = agreed
         stages = self._scheduled(codes, moving)
         with self.control.guard("step"):
-            complete(moving.parameters, codes)
-            self._carry(optimizer, moving, codes)
+            complete(moving.weights.parameters, moving.gradients, codes)
+            self._reading.carry(optimizer, moving, codes)
             with phase("exchange"):
-                self._pipeline.run(stages, moving, lambda: self._step_adamw(optimizer))
+                self._pipeline.run(stages, moving, lambda: self._step_adamw(optimizer, moving, codes))
         self.traffic.steps += 1
         return True
 
-    def _step_adamw(self, optimizer: Muon) -> None:
+    def _step_adamw(self, optimizer: Muon, moving: Moving, codes: bytes) -> None:
+        parts, start = list[Part](), 0
+        for group in optimizer.param_groups:
+            its = slice(start, start := start + len(group["params"]))
+            if not group["use_muon"]:
+                columns = group["params"], moving.weights.local[its], moving.gradients[its]
+                parts.append(Part(group, *(list(compress(column, codes[its])) for column in columns)))
         with phase("AdamW"):
-            self._adamw.step([group for group in optimizer.param_groups if not group["use_muon"]], optimizer.state)
+            self._adamw.step(parts, optimizer.state, (moving.weights, codes))
 
     def state(self, optimizer: Muon) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as its checkpoints have it: momenta lie as their parameters do; collective."""
@@ -152,7 +163,7 @@ class Gather:
             if matrix.parameter in local and self._owner[place] == self.control.rank
         }
         with self.control.guard("state_dict"):
-            self._pipeline.spread(self._momenta(parameters, local), owned, lambda matrix: local[matrix.parameter])
+            self._pipeline.spread(self._momenta(parameters, local), owned, local)
         return state
 
     def take(self, optimizer: Muon, error: Exception | None) -> None:
@@ -186,7 +197,7 @@ class Gather:
         matrices = self._survey.matrices
         stages = self._momenta(parameters, local)
         with self.control.guard("load_state_dict"):
-            for place, whole in self._pipeline.collected(stages, lambda matrix: local[matrix.parameter]):
+            for place, whole in self._pipeline.collected(stages, local):
                 optimizer.state[parameters[matrices[place].parameter]]["owned"][matrices[place].block] = whole
 
     def report(self, optimizer: Muon, spectra: bool) -> Report:
@@ -257,37 +268,34 @@ class Gather:
             self._owners |= {key(matrix): owner for matrix, owner in zip(new, self.assignment.owner, strict=True)}
         self._owner = [self._owners[key(matrix)] for matrix in self._survey.matrices]
 
-    def _agreed(self, optimizer: Muon) -> tuple[tuple[int, ...], Moving] | None:
+    def _agreed(self, optimizer: Muon) -> tuple[bytes, Moving] | None:
         """What gradient every parameter has, on all ranks, and what is read of this step; None where a gradient is not
         finite and the step is skipped.
 
         Raises on all ranks, before anything has changed, for what any of them cannot use.
         """
-        codes, options, finite, error = list[int](), dict[str, Any](), True, None
+        options, finite, error = dict[str, Any](), True, None
         parameters = _parameters(optimizer)
+        told = bytes(len(parameters))  # no gradient
         try:
-            self._check(optimizer)
-            codes = [code_of(p, p.grad) for p in parameters]
-            moving = self._reading(optimizer)
+            told, moving = self._reading.next(optimizer, parameters)
             options = options_of(optimizer.param_groups)
-            finite = not optimizer._skip_nonfinite or are_finite(
-                local_of(p.grad) for p in parameters if p.grad is not None
-            )
+            finite = not optimizer._skip_nonfinite or are_finite(each for each in moving.gradients if each is not None)
         except Exception as raised:
-            error, codes = raised, [NO_GRADIENT] * len(parameters)
-        told = [*codes, *digest(options)]
-        nonfinite, *both = self.control.agree("gradients", [not finite, *told, *(255 - code for code in told)], error)
-        most, least = both[: len(told)], [255 - code for code in both[len(told) :]]
-        if most[len(codes) :] != least[len(codes) :]:
-            check_alike(options, self.control)
-        most, least = most[: len(codes)], least[: len(codes)]
-        for index, p in enumerate(parameters):
-            reason = disagreement(p, self._survey.replicated[index], least[index], most[index])
-            if reason is not None:
-                raise UsageError(f"{_found(optimizer)[index].name}: {reason}")
-        if nonfinite:
-            return None
-        return tuple(most), moving
+            error = raised
+        told += digest(options)
+        flags = bytes([not finite]) + told + told.translate(_OPPOSITE)
+        nonfinite, *both = self.control.agree("gradients", flags, error)
+        most, least = bytes(both[: len(told)]), bytes(both[len(told) :]).translate(_OPPOSITE)
+        codes = most[: len(parameters)]
+        if most != least:
+            if most[len(codes) :] != least[len(codes) :]:
+                check_alike(options, self.control)
+            for index, p in enumerate(parameters):
+                reason = disagreement(p, self._survey.replicated[index], least[index], most[index])
+                if reason is not None:
+                    raise UsageError(f"{_found(optimizer)[index].name}: {reason}")
+        return None if nonfinite else (codes, moving)
 
     def _given(self, optimizer: Muon) -> dict[str, Any]:
         """The constructor's options that all ranks must have alike, besides the iteration's."""
@@ -297,49 +305,13 @@ class Gather:
             "bucket_bytes": self._bucket_bytes, "profile": self._profile, "skip_nonfinite": optimizer._skip_nonfinite,
         }
 
-    def _check(self, optimizer: Muon) -> None:
-        """What the optimizer checks before a step: all of it once, then what may have changed, on local tensors alone:
-        a DTensor takes its time to answer."""
-        if not self._checked:
-            optimizer._check_step()
-            self._checked = True
-            return
-        optimizer._check_groups()
-        usual = (local_of(p).is_contiguous() and local_of(p.grad).layout == torch.strided
-                 for p in _parameters(optimizer) if p.grad is not None)
-        if not all(usual):
-            optimizer._check_step()
-
-    def _reading(self, optimizer: Muon) -> Moving:
-        """What a step reads of the groups."""
-        settings: list[Setting | None] = []
-        for index, group in enumerate(optimizer.param_groups):
-            setting = Setting(group, index) if group["use_muon"] else None
-            settings += [setting] * len(group["params"])
-        return Moving(settings, _parameters(optimizer))
-
-    def _carry(self, optimizer: Muon, moving: Moving, codes: Sequence[int]) -> None:
-        """Make the momentum of matrices that move for the first time, and bring all to this step's μ."""
-        for place, matrix in enumerate(self._survey.matrices):
-            if codes[matrix.parameter]:
-                p = moving.parameters[matrix.parameter]
-                owned = optimizer.state[p].setdefault("owned", {})
-                moving.owned[matrix.parameter] = owned
-                if self._owner[place] == self.control.rank and matrix.block not in owned:
-                    dtype, device = self._momentum_dtype or p.dtype, local_of(p).device
-                    owned[matrix.block] = torch.zeros(matrix.rows, matrix.cols, dtype=dtype, device=device)
-        for parameter, owned in moving.owned.items():
-            setting = moving.settings[parameter]
-            assert setting is not None
-            setting.carry(optimizer.state[moving.parameters[parameter]], owned.values())
-
-    def _scheduled(self, codes: Sequence[int], moving: Moving) -> list[Stage]:
+    def _scheduled(self, codes: bytes, moving: Moving) -> list[Stage]:
         """The stages of a step in which gradients are as ``codes`` say, with their kernels; made once."""
         settings = moving.settings
         own = tuple(NO_GRADIENT if setting is None else code for code, setting in zip(codes, settings, strict=True))
         key = *own, moving.manners
         if key not in self._schedules:
-            lanes = [(dtype_of(code), p.dtype) for code, p in zip(own, moving.parameters, strict=True)]
+            lanes = [(dtype_of(code), p.dtype) for code, p in zip(own, moving.weights.local, strict=True)]
             moves = [place for place, matrix in enumerate(self._survey.matrices) if own[matrix.parameter]]
             stages = self._stages(moves, lanes)
             self._resolve(stages, moving)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,8 +13,43 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_tune.errors import UsageError
 
+from .pieces import local_of
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NO_GRADIENT = 0  # as a code; of a gradient: 1 + 2 · dtype + whether it is placed otherwise than its parameter
+
+_DTYPE, _LAYOUT, _SPEC = map(attrgetter, ("dtype", "layout", "_spec"))
+
+
+class Gradients:
+    """The ``codes`` of the parameters' gradients, and whether they :func:`are_usual`, for as long as others are alike;
+    ``local`` is what lies here of them. UsageError where one is none of its parameter's."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], local: Sequence[Tensor | None],
+        usual: bool,
+    ) -> None:
+        self.codes, self.are_usual = bytes(map(code_of, parameters, gradients)), usual
+        self._types = list(map(type, gradients))
+        self._given = [gradient is not None for gradient in gradients]
+        self._sharded = [isinstance(gradient, DTensor) for gradient in gradients]
+        self._columns = self._read(gradients, local)
+
+    def are_alike(self, gradients: Sequence[Tensor | None], local: Sequence[Tensor | None]) -> bool:
+        """Whether gradients of the same parameters are of the same kinds as these."""
+        return list(map(type, gradients)) == self._types and self._read(gradients, local) == self._columns
+
+    def _read(self, gradients: Sequence[Tensor | None], local: Sequence[Tensor | None]) -> list[list[Any]]:
+        given = list(compress(local, self._given))
+        # The same object for every gradient that FSDP2 makes of a parameter.
+        specs = map(_SPEC, compress(gradients, self._sharded))
+        return [list(map(_DTYPE, given)), list(map(_LAYOUT, given)), list(specs)]
+
+
+def are_usual(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
+    """Whether what lies here of parameters that have a gradient is contiguous, and the gradient as strides say."""
+    return all(weight.is_contiguous() and gradient.layout == torch.strided
+               for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None)
 
 
 def code_of(p: Tensor, gradient: Any) -> int:
@@ -51,14 +88,18 @@ def disagreement(p: Tensor, replicated: bool, least: int, most: int) -> str | No
     return None
 
 
-def complete(parameters: Sequence[Tensor], codes: Sequence[int]) -> None:
+def complete(parameters: Sequence[Tensor], gradients: list[Tensor | None], codes: bytes) -> None:
     """Give every parameter that has a gradient somewhere one that is placed like itself; collective.
 
-    A shard without gradient counts as 0.
+    A shard without gradient counts as 0. ``gradients``: what this rank holds of them.
     """
-    for p, code in zip(parameters, codes, strict=True):
+    for place, (p, code) in enumerate(zip(parameters, codes, strict=True)):
+        if code % 2 and gradients[place] is not None:
+            continue
         if code and p.grad is None:
             p.grad = torch.zeros_like(p)
         if code and not code % 2:  # such as the partial sums of sequence parallelism
             assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
             p.grad = p.grad.redistribute(placements=p.placements)
+        if code:
+            gradients[place] = None if p.grad is None else local_of(p.grad)

@@ -39,10 +39,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A box of elements: where it lies in the holder's local tensor, and where in the matrix's own box."""
+    """A box of elements: where it lies in the holder's local tensor, and where in the matrix's own box; ``whole``: it
+    is all of that tensor."""
 
     local: Spans
     place: Spans
+    whole: bool = False
+
+    def of(self, local: Tensor) -> Tensor:
+        """The view of it of what its holder has."""
+        return local if self.whole else cut(local, self.local)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -257,9 +263,10 @@ def pieces_of(layout: Layout, box: Spans, later_first: bool = False) -> tuple[Pi
     for rank, held in sorted(holdings(layout, later_first).items()):
         if held not in fragments:
             runs = [_runs(spans, extent) for spans, extent in zip(held, box, strict=True)]
+            everything = tuple((0, size) for size in local_shape(held))
             fragments[held] = tuple(
-                Fragment(tuple(local for local, _ in runs_of), tuple(place for _, place in runs_of))
-                for runs_of in product(*runs)
+                Fragment(local, tuple(place for _, place in runs_of), local == everything)
+                for runs_of in product(*runs) for local in [tuple(local for local, _ in runs_of)]
             )
         if fragments[held]:
             holders.setdefault(fragments[held], []).append(rank)

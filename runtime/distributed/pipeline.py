@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,14 +16,15 @@ from ..batches import Kind, Setting
 from ..execution import Momentum
 from ..newton_schulz import GramNewtonSchulz
 from ..phases import phase
-from ..updates import Rate, move, move_by_numbers
+from ..updates import Rate, move, move_alike
 from .beside import Beside, Mark
 from .exchange import Exchange, Parcel, Posted, Room, Traffic, Transfer, copy
-from .pieces import Matrix, cut, local_of
+from .held import Lot, Weights
+from .pieces import Matrix, cut
 from .rounds import DEPTH, Round
 
 SLOTS = 2 * DEPTH  # of an exchange: for gradients, then for updates
-Local = Callable[[Matrix], Tensor]  # a matrix → a tensor that lies as its parameter's local one
+Local = Mapping[int, Tensor] | Sequence[Tensor | None]  # by parameter, what lies as its local tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +49,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Moving:
-    """What one step reads, by parameter: its group's options (None: AdamW's), itself, and the momenta, by block, of
-    those of its matrices that this rank owns."""
+    """What one step reads, by parameter: its group's options (None: AdamW's), what this rank holds of it and of its
+    gradient, and the momenta, by block, of those of its matrices that this rank owns."""
 
     settings: Sequence[Setting | None]
-    parameters: Sequence[Tensor]
+    weights: Weights
+    gradients: list[Tensor | None]
     owned: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     _rates: dict[tuple[int, int, int], Rate] = field(default_factory=dict)
 
@@ -78,16 +82,8 @@ class Moving:
         return self._rates[key]
 
     def kind(self, matrix: Matrix, gradient_dtype: torch.dtype) -> Kind:
-        p = self.parameters[matrix.parameter]
-        return self.setting(matrix).kind(p, gradient_dtype, matrix.rows, matrix.cols)
-
-    def weight(self, matrix: Matrix) -> Tensor:
-        return local_of(self.parameters[matrix.parameter])
-
-    def gradient(self, matrix: Matrix) -> Tensor:
-        gradient = self.parameters[matrix.parameter].grad
-        assert gradient is not None
-        return local_of(gradient)
+        weight = self.weights.local[matrix.parameter]
+        return self.setting(matrix).kind(weight, gradient_dtype, matrix.rows, matrix.cols)
 
     def momentum(self, matrix: Matrix) -> Tensor:
         return self.owned[matrix.parameter][matrix.block]
@@ -108,6 +104,7 @@ class Pipeline:
         self._exchange, self._newton_schulz, self._traffic = exchange, newton_schulz, traffic
         self._inward, self._outward = exchange.slots[:DEPTH], exchange.slots[DEPTH:]
         self._inputs, self._polars = ([Room(device) for _ in range(2)] for _ in range(2))
+        self._together: WeakKeyDictionary[Stage, list[list[int]]] = WeakKeyDictionary()
         self._beside = Beside(device)
 
     def reserve(self, stages: Sequence[Stage]) -> None:
@@ -131,7 +128,7 @@ class Pipeline:
         beside, free = self._beside, None  # when the polar factors before the last have left their buffer
         with beside.stream():
             arriving = deque(
-                self._post_inward(stages, index, moving.gradient) for index in range(min(DEPTH, len(stages)))
+                self._post_inward(stages, index, moving.gradients) for index in range(min(DEPTH, len(stages)))
             )
         meanwhile()
         with beside.stream():
@@ -149,14 +146,15 @@ class Pipeline:
                 free = beside.mark()
             with beside.stream(after=done):
                 leaving = self._post_outward(stage, index, sends)
-                self._update(stage.outward.kept, kept, moving)
+                self._update(self._lots(stage.outward, moving)[0], kept, moving)
         with beside.stream():
             self._arrive(leaving, moving)
 
     def _arrive(self, leaving: Posted | None, moving: Moving) -> None:
         """Wait for updates that are under way, which have left their buffer then, and move the weights here by them."""
         if leaving is not None:
-            self._update(leaving.transfer.receives, self._exchange.wait(leaving), moving)
+            arrived = self._exchange.wait(leaving)
+            self._update(self._lots(leaving.transfer, moving)[1], arrived, moving)
 
     def _next(
         self, stages: Sequence[Stage], index: int, arriving: deque[Posted], moving: Moving
@@ -165,10 +163,10 @@ class Pipeline:
 
         The chain that has read this one's matrices' buffer before, of two, is one that this stream has waited for.
         """
-        gradients = self._assembled(stages[index], index, arriving.popleft(), moving.gradient)
+        gradients = self._assembled(stages[index], index, arriving.popleft(), moving.gradients)
         ready = self._beside.mark()
         if index + DEPTH < len(stages):
-            arriving.append(self._post_inward(stages, index + DEPTH, moving.gradient))
+            arriving.append(self._post_inward(stages, index + DEPTH, moving.gradients))
         return gradients, ready
 
     def collected(self, stages: Sequence[Stage], local: Local) -> Iterator[tuple[int, Tensor]]:
@@ -235,7 +233,12 @@ class Pipeline:
 
     def _held(self, parcels: Sequence[Parcel], local: Local) -> list[Tensor]:
         """The views that parcels are of what this rank holds."""
-        return [cut(local(self.matrices[parcel.matrix]), parcel.fragment.local) for parcel in parcels]
+        found = []
+        for parcel in parcels:
+            tensor = local[self.matrices[parcel.matrix].parameter]
+            assert tensor is not None
+            found.append(parcel.fragment.of(tensor))
+        return found
 
     def _orthogonalized(
         self, stage: Stage, index: int, gradients: Sequence[Tensor], moving: Moving
@@ -244,8 +247,8 @@ class Pipeline:
         numel = len(stage.batch) * self._numel(stage)
         room = self._polars[index % 2]
         polars, leaving = room.view(stage, numel, stage.dtype, lambda flat: self._results(stage, flat))
-        kinds = self.kinds(stage.batch, stage.gradient_dtype, moving)
-        for kind, some in kinds.items():
+        kinds = self._kinds_of(stage, moving)
+        for kind, some in kinds:
             momenta = tuple([moving.momentum(self.matrices[stage.batch[at]]) for at in some])
             given = [gradients[at] for at in some]
             # The options of their groups seldom part matrices that are together in a batch.
@@ -264,25 +267,48 @@ class Pipeline:
             kinds.setdefault(moving.kind(self.matrices[place], gradient_dtype), []).append(at)
         return kinds
 
+    def _kinds_of(self, stage: Stage, moving: Moving) -> list[tuple[Kind, list[int]]]:
+        """The same of a stage's own batch; what of it runs together is the same at every step with the stage."""
+        if stage not in self._together:
+            self._together[stage] = list(self.kinds(stage.batch, stage.gradient_dtype, moving).values())
+        firsts = (self.matrices[stage.batch[some[0]]] for some in self._together[stage])
+        return [(moving.kind(first, stage.gradient_dtype), some)
+                for first, some in zip(firsts, self._together[stage], strict=True)]
+
     def _post_outward(self, stage: Stage, index: int, given: Sequence[Tensor], what: str = "updates") -> Posted:
         slot, what = self._outward[index % DEPTH], f"{what} of round {index}"
         return self._exchange.post(stage.outward, stage.dtype, slot, given, what)
 
-    def _update(self, parcels: Sequence[Parcel], polars: Sequence[Tensor], moving: Moving) -> None:
+    def _lots(self, transfer: Transfer, moving: Moving) -> tuple[list[Lot], list[Lot]]:
+        """The weights that a transfer of updates moves: by what is kept, and by what arrives."""
+        known = moving.weights.lots
+        if transfer not in known:
+            known[transfer] = self._cut(transfer.kept, moving), self._cut(transfer.receives, moving)
+        return known[transfer]
+
+    def _cut(self, parcels: Sequence[Parcel], moving: Moving) -> list[Lot]:
+        lots: dict[Any, Lot] = {}
+        for place, (parcel, weight) in enumerate(zip(parcels, self._held(parcels, moving.weights.local), strict=True)):
+            matrix = self.matrices[parcel.matrix]
+            alike = moving.setting(matrix).index, matrix.rows, matrix.cols, weight.shape
+            lot = lots.setdefault(alike, Lot(matrix))
+            lot.weights.append(weight)
+            lot.places.append(place)
+        return list(lots.values())
+
+    def _update(self, lots: Sequence[Lot], polars: Sequence[Tensor], moving: Moving) -> None:
         """Move the weights that this rank holds, as the optimizer of one process would."""
-        if not parcels:
+        if not lots:
             return
         with phase("apply"):
-            weights = self._held(parcels, moving.weight)
-            rates = [moving.rate(self.matrices[parcel.matrix]) for parcel in parcels]
-            plain = [at for at, rate in enumerate(rates) if rate.plain]
-            by_shape: dict[torch.Size, list[int]] = {}
-            for at, rate in enumerate(rates):
-                if not rate.plain:
-                    by_shape.setdefault(weights[at].shape, []).append(at)
-            move_by_numbers(
-                [weights[at] for at in plain], [polars[at] for at in plain], [rates[at].numbers for at in plain]
-            )
-            for some in by_shape.values():
-                stacked = torch.stack([polars[at] for at in some])
-                move([weights[at] for at in some], stacked, [rates[at] for at in some])
+            alike: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
+            for lot in lots:
+                rate, some = moving.rate(lot.matrix), [polars[place] for place in lot.places]
+                if rate.plain:
+                    weights, directions = alike.setdefault(rate.numbers, ([], []))
+                    weights += lot.weights
+                    directions += some
+                else:
+                    move(lot.weights, torch.stack(some), [rate] * len(some))
+            for (decay, factor), (weights, directions) in alike.items():
+                move_alike(weights, directions, decay, factor)

@@ -1,0 +1,89 @@
+"""What a step reads: options, and the weights, gradients and momenta that lie here, which mostly do so as before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..batches import Setting
+from .gradients import Gradients, are_usual
+from .held import Owned, Weights
+from .pieces import Matrix, local_of
+from .pipeline import Moving
+
+if TYPE_CHECKING:
+    from ..muon import Muon
+
+_GRADIENT = attrgetter("grad")
+
+
+class Reading:
+    """Of an optimizer's steps while its parameters are placed so: of its ``matrices`` this rank owns those at
+    ``places``, with momenta of ``momentum_dtype`` (None: the parameter's)."""
+
+    def __init__(
+        self, matrices: Sequence[Matrix], places: Sequence[int], momentum_dtype: torch.dtype | None
+    ) -> None:
+        self._matrices, self._places, self._momentum_dtype = matrices, set(places), momentum_dtype
+        self._weights: Weights | None = None
+        self._gradients: Gradients | None = None
+        self._owned: Owned | None = None
+
+    def next(self, optimizer: Muon, parameters: Sequence[Tensor]) -> tuple[bytes, Moving]:
+        """The codes of the gradients that ``parameters``, all in order, have here, and what the step reads.
+
+        UsageError, by name, for what cannot be used. All of it is checked once, then what may have changed, on local
+        tensors alone: a DTensor takes its time to answer.
+        """
+        optimizer._check_groups()
+        gradients: list[Tensor | None] = list(map(_GRADIENT, parameters))
+        local = [None if each is None else local_of(each) for each in gradients]
+        weights, known = self._weights, self._gradients
+        lies = weights is not None and weights.are_so(parameters)
+        if weights is None or not lies:
+            weights, known = Weights(parameters), None
+        if known is not None and not known.are_alike(gradients, local):
+            known = None
+        usual = known.are_usual if known else are_usual(weights.local, local)
+        if not (lies and usual):
+            optimizer._check_step()
+        self._weights, self._gradients = weights, known or Gradients(parameters, gradients, local, usual)
+        return self._gradients.codes, self.of(optimizer, weights, local)
+
+    def of(self, optimizer: Muon, weights: Weights, gradients: list[Tensor | None]) -> Moving:
+        """What a step reads of the groups, and of these, which lie here."""
+        settings: list[Setting | None] = []
+        for index, group in enumerate(optimizer.param_groups):
+            setting = Setting(group, index) if group["use_muon"] else None
+            settings += [setting] * len(group["params"])
+        return Moving(settings, weights, gradients)
+
+    def carry(self, optimizer: Muon, moving: Moving, codes: bytes) -> None:
+        """Bring the momenta of what moves to this step, unless the one before has left them so."""
+        state = optimizer.state
+        kind = codes, *((each.mu, each.average) if each else None for each in dict.fromkeys(moving.settings))
+        if self._owned is None or not self._owned.are_so(kind, state):
+            self._owned = Owned(kind, state, moving.weights.parameters, self._carried(state, moving, codes))
+        moving.owned.update(self._owned.momenta)
+
+    def _carried(
+        self, state: dict[Tensor, dict[str, Any]], moving: Moving, codes: bytes
+    ) -> dict[int, dict[int, Tensor]]:
+        """The momenta of matrices that move, made where they move for the first time, all at this step's μ."""
+        found: dict[int, dict[int, Tensor]] = {}
+        for place, matrix in enumerate(self._matrices):
+            if codes[matrix.parameter]:
+                p = moving.weights.parameters[matrix.parameter]
+                owned = found[matrix.parameter] = state[p].setdefault("owned", {})
+                if place in self._places and matrix.block not in owned:
+                    dtype, device = self._momentum_dtype or p.dtype, local_of(p).device
+                    owned[matrix.block] = torch.zeros(matrix.rows, matrix.cols, dtype=dtype, device=device)
+        for parameter, owned in found.items():
+            setting = moving.settings[parameter]
+            assert setting is not None
+            setting.carry(state[moving.weights.parameters[parameter]], owned.values())
+        return found
