@@ -55,7 +55,7 @@ class EagerAdamW(EagerOptimizer, AdamW):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.grad = _laid_like(p, p.grad)
+                    p.grad = laid_like(p, p.grad)
         return self._stepped(closure)
 
 
@@ -63,8 +63,9 @@ def lay_state(p: Tensor, state: dict[str, Any]) -> None:
     """Let what AdamW keeps of a parameter lie as it does."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == p.shape:
-            state[key] = _laid_like(p, value)
+            state[key] = laid_like(p, value)
 
 
-def _laid_like(p: Tensor, other: Tensor) -> Tensor:
+def laid_like(p: Tensor, other: Tensor) -> Tensor:
+    """A tensor of the parameter's shape that lies as it does: ``other`` itself or a copy."""
     return other if other.stride() == p.stride() else torch.empty_like(p, dtype=other.dtype).copy_(other)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..eager import EagerAdamW
+from ..eager import EagerAdamW, laid_like
 from ..steady import same, values_of
 from .pieces import local_of
 
@@ -36,7 +36,8 @@ class LocalAdamW:
     ) -> None:
         """One update by the groups' options; ``state`` is kept. ``found``: objects that are other ones where weights
         lie otherwise than in the step before, or others have a gradient."""
-        parts = [part for part in parts if part.parameters]
+        parts = [part._replace(gradients=list(map(laid_like, part.weights, part.gradients)))
+                 for part in parts if part.parameters]
         if not parts:
             return
         groups = [{**part.group, "params": part.weights} for part in parts]

@@ -75,7 +75,13 @@ def placements(optimizer: Muon, parameters: Named) -> None:
     """Of the gradients from then on."""
 
 
-CHANGES = {change.__name__: change for change in (elsewhere, momenta, moments, state, options, caution, placements)}
+def strides(optimizer: Muon, parameters: Named) -> None:
+    """Of the gradients from then on."""
+
+
+CHANGES = {change.__name__: change for change in (
+    elsewhere, momenta, moments, state, options, caution, placements, strides,
+)}
 
 
 def run(optimizer: Muon, parameters: Named, of: Callable[[str, Tensor], Tensor], change: str) -> None:
@@ -83,6 +89,9 @@ def run(optimizer: Muon, parameters: Named, of: Callable[[str, Tensor], Tensor],
         gradient = of(name, full)
         if change == "placements" and isinstance(gradient, DTensor):
             return gradient.redistribute(placements=[Replicate()])
+        held = local_of(gradient)
+        if change == "strides" and held.ndim == 2:
+            held.set_(held.mT.contiguous().mT)  # type: ignore[call-overload]
         return gradient
 
     BEFORE.run(optimizer, parameters, of)
