@@ -6,7 +6,7 @@ if __name__ == "cache":
     raise ImportError("import dmuon_tune.cache, not cache")
 
 from .artefacts import Artefact, ArtefactError, ArtefactStore
-from .bundle import is_bundle, opened_bundle, take_artefacts, write_bundle
+from .bundle import database_bytes, is_bundle, opened_bundle, take_artefacts, write_bundle
 from .chains import ChainKey, ChainTrial
 from .checked import Checked
 from .claims import Claims
@@ -21,6 +21,6 @@ from .store import Store
 __all__ = [
     "Artefact", "ArtefactError", "ArtefactStore", "CacheEntry", "ChainKey", "ChainTrial", "Checked", "Claims",
     "Conflict", "Contents", "LayerDescription", "Layers", "Store", "Trial", "TuningKey", "conflicts",
-    "contents_of", "differences", "gains", "is_bundle", "keep", "merged", "opened_bundle", "retain",
+    "contents_of", "database_bytes", "differences", "gains", "is_bundle", "keep", "merged", "opened_bundle", "retain",
     "take_artefacts", "user_cache_path", "write_bundle",
 ]

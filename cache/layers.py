@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from logging import getLogger
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from dmuon_tune import starter
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.problem import Problem
@@ -25,6 +26,7 @@ from .results import CacheEntry
 from .store import Store
 
 ENTRY_POINT_GROUP = "dmuon_tune.caches"
+STARTERS = (EntryPoint("starter-h200", "dmuon_tune.starter:h200", ENTRY_POINT_GROUP),)  # as in pyproject.toml
 PATH_LABEL, USER_LABEL, SITE_LABEL, PACKAGE_LABEL = "path", "user", "site", "package"
 
 Answer = TypeVar("Answer")
@@ -34,17 +36,26 @@ logger = getLogger("dmuon_tune.cache")
 
 @dataclass
 class _Layer:
-    """One read-only cache, a file or a server's URL, opened at its first use; after a failure it counts as empty."""
+    """One read-only cache, a file or a server's URL, opened at its first use; after a failure it counts as empty.
+
+    ``device`` is the one that all of it is for (None: any), so that asking for another one opens nothing.
+    """
 
     label: str
     path: Path | str
     must_exist: bool
+    device: DeviceFingerprint | None = None
     failure: str = ""
     _store: Store | None = None
 
-    def read(self, ask: Callable[[Store], Answer], otherwise: Answer) -> Answer:
-        """What the layer's store answers; ``otherwise`` where there is no store or it cannot be read."""
-        if self.failure or not (self.must_exist or os.path.exists(self.path)):
+    def read(
+        self, ask: Callable[[Store], Answer], otherwise: Answer, device: DeviceFingerprint | None = None
+    ) -> Answer:
+        """What the layer's store answers about ``device`` (None: about all); ``otherwise`` where there is no store, it
+        is for another device or cannot be read."""
+        if self.failure or (self.device is not None and device not in (None, self.device)):
+            return otherwise
+        if not (self.must_exist or os.path.exists(self.path)):
             return otherwise
         try:
             if self._store is None:
@@ -79,8 +90,9 @@ def _warn_once(message: str) -> None:
 
 class Layers:
     """Every cache of this machine in the order of precedence: ``DMUON_TUNE_CACHE_PATH`` (label ``path``), the user's
-    (``user``), the site's (``site``), and those of installed packages (``package <name>``), which name a path by an
-    entry point ``dmuon_tune.caches``: a function without arguments that returns one.
+    (``user``), the site's (``site``), and those of installed packages (``package <name>``), this one's own last; they
+    name a path by an entry point ``dmuon_tune.caches``: a function without arguments that returns one, or one and the
+    device model that it is for.
 
     A layer that cannot be read is left out with one warning line; one that does not exist is no failure, unless it
     was named by the environment or by a package.
@@ -103,7 +115,7 @@ class Layers:
         ]
         found.append(_Layer(USER_LABEL, user, False))
         found += [_Layer(SITE_LABEL, path, False) for path in site_cache_paths(self._environ)]
-        found += [_Layer(f"{PACKAGE_LABEL} {name}", path, True) for name, path in _package_caches()]
+        found += _package_layers(self._environ)
         by_path: dict[Path | str, _Layer] = {}
         for layer in found:
             by_path.setdefault(layer.path, layer)
@@ -114,17 +126,26 @@ class Layers:
     ) -> list[tuple[str, CacheEntry]]:
         """(Layer label, entry) of every key's best entry (None: for all problems, devices): layers in order of
         precedence, within a layer the fastest first."""
-        result: list[tuple[str, CacheEntry]] = []
+        return [(label, entry) for label, found in self.entries_by_layer(problem, device) for entry in found]
+
+    def entries_by_layer(
+        self, problem: Problem | None, device: DeviceFingerprint | None
+    ) -> Iterator[tuple[str, list[CacheEntry]]]:
+        """The same, (layer label, its entries): a layer is read when it is asked for, so that who stops at a hit opens
+        none below it."""
         for layer in self._layers:
             nothing: list[CacheEntry] = []
-            found = layer.read(lambda store: store.entries(problem, device), nothing)
-            result += [(layer.label, entry) for entry in found]
-        return result
+            yield layer.label, layer.read(lambda store: store.entries(problem, device), nothing, device)
+
+    def is_above(self, label: str, other: str) -> bool:
+        """Whether the first layer of one label goes before that of another one."""
+        labels = [layer.label for layer in self._layers]
+        return labels.index(label) < labels.index(other)
 
     def recipe(self, device: DeviceFingerprint, group: Group, dtype: str) -> tuple[str, Recipe] | None:
         """(Layer label, recipe) of the first layer that has one for the group in this dtype on this device model."""
         for layer in self._layers:
-            found = layer.read(lambda store: store.recipe(device, group, dtype), None)
+            found = layer.read(lambda store: store.recipe(device, group, dtype), None, device)
             if found is not None:
                 return layer.label, found
         return None
@@ -135,7 +156,8 @@ class Layers:
         found: list[tuple[str, Recipe]] = []
         for layer in self._layers:
             nothing: list[Recipe] = []
-            found += [(layer.label, recipe) for recipe in layer.read(lambda store: store.recipes(device), nothing)]
+            recipes = layer.read(lambda store: store.recipes(device), nothing, device)
+            found += [(layer.label, recipe) for recipe in recipes]
         return found
 
     @cached_property
@@ -230,11 +252,19 @@ def _description(layer: _Layer) -> LayerDescription:
     )
 
 
-def _package_caches() -> list[tuple[str, Path]]:
+def _package_layers(environ: Mapping[str, str]) -> list[_Layer]:
+    """What installed packages name, by name; this package's own last, which a bare checkout has without metadata."""
+    ours = {point.value: point for point in STARTERS}
+    others = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.value not in ours}
+    points = sorted(others.values(), key=lambda point: point.name)
+    if environ.get(starter.VARIABLE) != "0":
+        points += ours.values()
     found = []
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+    for point in points:
         try:
-            found.append((point.name, Path(point.load()()).absolute()))
+            named = point.load()()
+            path, device = named if isinstance(named, tuple) else (named, None)
+            found.append(_Layer(f"{PACKAGE_LABEL} {point.name}", Path(path).absolute(), True, device))
         except Exception as error:  # a package's own code: whatever it raises must not stop a training job
             _warn_once(f"cache layer {PACKAGE_LABEL} {point.name} ({point.value}) is left out: {error!r}")
     return found

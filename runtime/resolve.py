@@ -87,6 +87,7 @@ class Resolver:
         self.bound: dict[Problem, Binding] = {}
         self._compiled_of: dict[tuple[Problem, str, str], Binding] = {}
         self._choices: dict[Problem, _Choice] = {}
+        self._current_of: dict[Problem, tuple[str, list[CacheEntry]]] = {}
         self._first_keys: dict[str, TuningKey] = {}  # by the kernel: of another problem in all but that the same
         self._unavailable: dict[str, bool] = {}
         self.missing: list[Problem] = []
@@ -97,7 +98,7 @@ class Resolver:
     def bind(self, problem: Problem, pick: Pick | None = None, layer: str = "") -> Binding:
         """The problem's callable; NoLegalConfigError where not even the library serves it.
 
-        ``pick`` is the kernel that a recipe of ``layer`` chose for it, taken while its code is today's.
+        ``pick`` is the kernel that a recipe of ``layer`` (or of none) chose for it, taken while its code is today's.
         """
         picked = self._picked(pick, layer) if pick is not None and pick.problem == problem else None
         if picked is not None:
@@ -228,6 +229,7 @@ class Resolver:
             return load_artefact(store, artefact)
         except ArtefactError as error:
             self._unusable.add(artefact.id)
+            self._current_of.pop(problem, None), self._choices.pop(problem, None)  # they count on it
             instead = "it is compiled now" if self._compiles(choice.spec) else "another kernel runs instead"
             self.failures.append(f"{error}; {instead}; to mend it run: {store.command}")
             return None
@@ -274,15 +276,12 @@ class Resolver:
         today = self._today(spec, pick.problem) if self._compiles(spec) else ""
         if today != pick.key and not self._is_shipped(spec, pick.key, pick.config):
             return None
+        where, entries = self._current(pick.problem)
+        if entries and layer and self.layers.is_above(where, layer):
+            return None  # a layer's kernel goes before the recipe of one below it
         config = space.config_from_dict(spec.Config, pick.config)
-        median_us = next(
-            (
-                entry.measurement.median_us
-                for _, entry in self.layers.entries(pick.problem, self.device)
-                if entry.key.sha256 == pick.key and entry.config == pick.config
-            ),
-            None,
-        )
+        of_pick = (entry for entry in entries if (entry.key.sha256, entry.config) == (pick.key, pick.config))
+        median_us = next((entry.measurement.median_us for entry in of_pick), None)
         return _Choice("tuned", spec, config, layer, median_us, pick.key, is_kept=True)
 
     def _as(self, problem: Problem, like: Binding | None) -> _Choice | None:
@@ -307,24 +306,30 @@ class Resolver:
         return _Choice("heuristic", spec, config, key=key) if key else None
 
     def _tuned(self, problem: Problem) -> _Choice | None:
-        """The winner among the first layer's entries that are of today's kernels and toolchains, or come compiled."""
-        specs = {spec.name: spec for spec in kernels(problem.op) if spec.serves(problem, self.device)}
-        keys = {name: self._today(spec, problem) for name, spec in specs.items() if self._compiles(spec)}
-        current: dict[str, list[CacheEntry]] = {}
-        for label, entry in self.layers.entries(problem, self.device):
-            spec, key = specs.get(entry.key.kernel), entry.key.sha256
-            if spec is None or not entry.measurement.ok:
-                continue
-            if keys.get(spec.name) == key or self._is_shipped(spec, key, entry.config):
-                current.setdefault(label, []).append(entry)
-        if not current:
+        """The winner among the first layer's current entries."""
+        label, entries = self._current(problem)
+        best = kept_winner(entries, {spec.name: spec for spec in kernels(problem.op)}, self.device)
+        if best is None:
             return None
-        label, entries = next(iter(current.items()))
-        best = kept_winner(entries, specs, self.device)
-        assert best is not None
-        spec = specs[best.key.kernel]
+        spec = kernel(best.key.kernel)
         config = space.config_from_dict(spec.Config, best.config)
         return _Choice("tuned", spec, config, label, best.measurement.median_us, best.key.sha256, is_kept=True)
+
+    def _current(self, problem: Problem) -> tuple[str, list[CacheEntry]]:
+        """(Label, entries) of the first layer with some of today's kernels and toolchains, or that come compiled."""
+        if problem not in self._current_of:
+            specs = {spec.name: spec for spec in kernels(problem.op) if spec.serves(problem, self.device)}
+            keys = {name: self._today(spec, problem) for name, spec in specs.items() if self._compiles(spec)}
+            by_layer = self.layers.entries_by_layer(problem, self.device)
+
+            def is_current(entry: CacheEntry) -> bool:
+                spec, key = specs.get(entry.key.kernel), entry.key.sha256
+                todays = spec is not None and (keys.get(spec.name) == key or self._is_shipped(spec, key, entry.config))
+                return todays and entry.measurement.ok
+
+            current = ((label, [entry for entry in entries if is_current(entry)]) for label, entries in by_layer)
+            self._current_of[problem] = next((found for found in current if found[1]), ("", []))
+        return self._current_of[problem]
 
     def _nearest(self, problem: Problem) -> _Choice | None:
         """The configuration of the nearest shape tuned on this architecture, where it is legal for this problem."""

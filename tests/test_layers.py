@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPPED = ("kernel_specs", "cache", "runtime")  # top-level folders that import under dmuon_tune
 L0 = (
     "__init__", "errors", "coefficients", "problem", "space", "device", "measurement", "spec", "recipe", "matrices",
-    "processes", "checks", "words", "portable", "restarts",
+    "processes", "checks", "words", "portable", "restarts", "starter",
 )
 L1 = ("kernel_specs", "cache", "backends", "models")
 L2 = ("measure", "chains")

@@ -22,6 +22,12 @@ IMPORT_ALL = (
     "assert ops() and kernels()\n"
     "print(dmuon_tune.cache.__file__)"
 )
+SHIPPED = "dmuon_tune/starter/h200.sqlite"
+READ_SHIPPED = (
+    "from dmuon_tune.cache import Layers\n"
+    "last = Layers.open({'HOME': '/nonexistent'}).descriptions()[-1]\n"
+    "print(last['label'], last['state'], last['entries'] > 0, last['path'])"
+)
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")
 
@@ -53,6 +59,11 @@ def python(code: str, cwd: Path, *, path: Path | None = None) -> subprocess.Comp
 def last_line(result: subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 0, result.stderr
     return result.stdout.strip().splitlines()[-1]
+
+
+def shipped_in(root: Path) -> str:
+    """The last layer: the cache that the package ships."""
+    return f"package starter-h200 ok True {root / SHIPPED}"
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +113,10 @@ def test_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     inside = {name for name in names if ".dist-info/" not in name}
-    assert inside == {*tree_modules(), "dmuon_tune/py.typed"}
+    assert inside == {*tree_modules(), "dmuon_tune/py.typed", SHIPPED}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "dmuon-tune = dmuon_tune.cli:main" in entry_points
+    assert "[dmuon_tune.caches]\nstarter-h200 = dmuon_tune.starter:h200" in entry_points
 
 
 def test_wheel_imports(wheel: Path, tmp_path: Path) -> None:
@@ -112,6 +124,7 @@ def test_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     assert last_line(python(IMPORT_ALL, tmp_path, path=target)) == str(target / "dmuon_tune/cache/__init__.py")
+    assert last_line(python(READ_SHIPPED, tmp_path, path=target)) == shipped_in(target)
 
 
 def test_editable_install_imports(checkout: Path, tmp_path: Path) -> None:
@@ -127,13 +140,15 @@ def test_editable_install_imports(checkout: Path, tmp_path: Path) -> None:
         "import site, sys\n"
         "sys.meta_path[:] = [finder for finder in sys.meta_path if '__editable__' not in str(finder)]\n"
         "for name in [name for name in sys.modules if name.startswith('__editable__')]: del sys.modules[name]\n"
-        f"sys.path.insert(0, {site!r})\nsite.addsitedir({site!r})\n{IMPORT_ALL}"
+        f"sys.path.insert(0, {site!r})\nsite.addsitedir({site!r})\n"
     )
-    assert last_line(python(code, tmp_path)) == str(checkout / "cache/__init__.py")
+    assert last_line(python(code + IMPORT_ALL, tmp_path)) == str(checkout / "cache/__init__.py")
+    assert last_line(python(code + READ_SHIPPED, tmp_path)) == shipped_in(checkout)
 
 
 def test_bare_checkout_imports(checkout: Path, tmp_path: Path) -> None:
     assert last_line(python(IMPORT_ALL, tmp_path, path=checkout)) == str(checkout / "cache/__init__.py")
+    assert last_line(python(READ_SHIPPED, tmp_path, path=checkout)) == shipped_in(checkout)
 
 
 @pytest.mark.parametrize("name", MAPPED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -64,9 +64,11 @@ class NoLayers(Layers):
 class OwnLayers(Layers):
     """This machine's caches without what other projects' kernels reached."""
 
-    def entries(self, problem: Problem | None, device: DeviceFingerprint | None) -> list[tuple[str, CacheEntry]]:
-        found = super().entries(problem, device)
-        return [(label, entry) for label, entry in found if not is_peer(entry.key.toolchain.backend)]
+    def entries_by_layer(
+        self, problem: Problem | None, device: DeviceFingerprint | None
+    ) -> Iterator[tuple[str, list[CacheEntry]]]:
+        for label, entries in super().entries_by_layer(problem, device):
+            yield label, [entry for entry in entries if not is_peer(entry.key.toolchain.backend)]
 
 
 def normalized(u: Tensor, dtype: torch.dtype, factor: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,24 @@ def test_a_layer_that_breaks_after_opening_counts_as_empty(
         assert [entry.config["steps"] for _, entry in layers.entries(key.problem, key.device)] == [6]
         assert layers.descriptions()[0]["state"] == "unreadable"
     assert len(caplog.messages) == 1
+
+
+def test_a_package_may_name_the_device_that_its_cache_is_for(
+    tmp_path: Path, key: TuningKey, package: Callable[[str, str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = tuple(key.device.to_dict().values())
+    package(
+        "dmuon_cache_for_one",
+        f"from dmuon_tune.device import DeviceFingerprint\n"
+        f"def cache():\n    return {str(tmp_path / 'packaged.sqlite')!r}, DeviceFingerprint(*{limits!r})\n",
+    )
+    with Layers.open({"HOME": str(tmp_path)}) as layers:
+        for other in (replace(key.device, sm_count=114), replace(key.device, memory_bytes=80 * 2**30)):
+            assert layers.entries(key.problem, other) == layers.recipes(other) == []
+            assert layers.recipe(other, GROUP, "float16") is None
+        assert caplog.messages == [], "there is no such file, and nothing tried to open it"
+        assert layers.entries(key.problem, replace(key.device, name="the same silicon")) == []
+    assert "dmuon_cache_for_one" in caplog.text and "no cache at" in caplog.text
 
 
 @pytest.mark.parametrize(

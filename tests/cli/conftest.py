@@ -32,6 +32,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user cache in a fresh folder; nothing of the machine's own caches is read."""
     monkeypatch.setenv("DMUON_TUNE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path / "no-site"))
+    monkeypatch.setenv("DMUON_TUNE_STARTER", "0")
     monkeypatch.delenv("DMUON_TUNE_CACHE_PATH", raising=False)
     monkeypatch.delenv("DMUON_TUNE_ON_MISS", raising=False)
     return tmp_path / "cache" / "cache.sqlite"

@@ -67,6 +67,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user cache in a fresh folder, which is also the current one; nothing of the machine's own is read."""
     monkeypatch.setenv("DMUON_TUNE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_DATA_DIRS", str(tmp_path / "no-site"))
+    monkeypatch.setenv("DMUON_TUNE_STARTER", "0")
     monkeypatch.delenv("DMUON_TUNE_CACHE_PATH", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cache").mkdir()

@@ -141,3 +141,18 @@ def test_where_nothing_can_be_written_each_process_checks_once(
             assert plan([GROUP], "cpu", layers=layers).rows()[0]["origin"] == "tuned"
     assert launches == ["right", "right"]
     assert row()["origin"] == "tuned" and len(launches) == 2, "one process remembers"
+
+
+def test_what_a_package_ships_is_checked_once(
+    tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch, cache_file: Path
+) -> None:
+    info = tmp_path / "site" / "dmuon_tuned-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dmuon_tuned\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dmuon_tune.caches]\ntuned = dmuon_tuned:cache\n")
+    (info.parent / "dmuon_tuned.py").write_text(f"def cache():\n    return {str(tmp_path / 'tuned.sqlite')!r}\n")
+    monkeypatch.syspath_prepend(info.parent)
+    tune(tmp_path / "tuned.sqlite", "right")
+    for _ in range(2):
+        assert (row()["origin"], row()["layer"]) == ("tuned", "package tuned")
+    assert launches == ["right", "right"] and len(list((cache_file.parent / "checked").iterdir())) == 1

@@ -79,7 +79,8 @@ def test_durations_are_written_as_for_the_command_line(runner: Any) -> None:
         ("record_space", ("--cache", "none.sqlite"), 2), ("record_space", ("--chain", "1x8x8"), 2),
         ("record_space", ("--cache", "none.sqlite", "--budget", "12x"), 2),
         ("compare_caches", ("one.sqlite",), 2), ("compare_caches", ("one.sqlite", "two.sqlite"), 4),
-        ("bench_plan", ("--entries", "0"), 2), ("stress_cache", ("all",), 2),
+        ("bench_plan", ("--entries", "0"), 2), ("stress_cache", ("all",), 2), ("starter_cache", (), 2),
+        ("starter_cache", ("--from", "a.sqlite", "--budget", "5m"), 2), ("starter_cache", ("--from", "a.sqlite"), 4),
     ],
 )
 def test_every_program_says_what_is_wrong_in_one_line(

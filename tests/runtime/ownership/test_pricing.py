@@ -33,7 +33,7 @@ def layers(folder: Path, *recipes: Recipe) -> Layers:
     with Store.open(path) as store:
         for recipe in recipes:
             store.put_recipe(H200, recipe)
-    return Layers.open({"DMUON_TUNE_CACHE_PATH": str(path), "HOME": str(folder)})
+    return Layers.open({"DMUON_TUNE_CACHE_PATH": str(path), "HOME": str(folder), "DMUON_TUNE_STARTER": "0"})
 
 
 def test_flops_of_the_default_chain() -> None:
