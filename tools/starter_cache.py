@@ -49,11 +49,12 @@ def main(arguments: Sequence[str]) -> int:
     contents = gathered(sources, device)
     content = database_bytes(contents)
     if len(content) > LIMIT_BYTES:
-        raise UsageError(f"{len(content)} bytes are more than the {LIMIT_BYTES} that a package may ship; tune less")
+        size = counted(len(content), "byte")
+        raise UsageError(f"{size}: more than the {LIMIT_BYTES} that a package may ship; tune less")
     write_file(args.out, content)
     say(table(["preset", "groups", "with_recipe", "timed_chains", "other_batches"], rows_of(contents)))
     what = f"{counted(len(contents.results), 'result')}, {counted(len(contents.recipes), 'recipe')}"
-    note(f"{args.out}: {what}, {len(content)} bytes", "starter_cache")
+    note(f"{args.out}: {what}, {counted(len(content), 'byte')}", "starter_cache")
     return 0
 
 
