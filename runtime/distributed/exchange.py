@@ -27,8 +27,8 @@ T = TypeVar("T")
 class Traffic:
     """What this rank has done since the optimizer was made.
 
-    ``ns_runs``: matrices that it orthogonalized; ``collectives`` of its exchange, ``bytes_sent`` and
-    ``bytes_received`` in them: what stays on the rank is no part of these.
+    ``ns_runs``: matrices that it orthogonalized; ``collectives``: transfers of its exchange, whatever carries them,
+    ``bytes_sent`` and ``bytes_received`` in them: what stays on the rank is no part of these.
     """
 
     steps: int = 0
@@ -50,10 +50,10 @@ class Parcel:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """One rank's part of one collective; sizes in elements, by rank. ``kept``: fragments that are here already.
+    """One rank's part of one transfer; sizes in elements, by rank. ``kept``: fragments that are here already.
 
-    ``starts``: where in each rank's buffer what this one sends begins. ``empty``: no rank sends anything, so there is
-    no collective.
+    ``starts``: where in each rank's buffer what this one sends begins. ``empty``: no rank sends anything, so nothing
+    is posted.
     """
 
     sends: tuple[Parcel, ...]

@@ -92,9 +92,9 @@ class Moving:
 class Pipeline:
     """Runs stages on one device: at most ``DEPTH`` rounds of gradients and two of updates are under way.
 
-    All collectives are posted in the order of the stages, alike on all ranks. Buffers are kept from step to step.
+    All transfers are posted in the order of the stages, alike on all ranks. Buffers are kept from step to step.
     On a GPU the host waits for nothing: the current stream orthogonalizes, a second one packs, unpacks and updates, and
-    the backend's carries.
+    the exchange's carries.
     """
 
     def __init__(

@@ -44,7 +44,8 @@ def solve(instance: Instance, seconds: float, seed: int) -> Solution:
     if seconds <= 0 or is_even(instance, found.counts):
         return found
     counts = evenly(instance, start + seconds)
-    most_us = float(instance.loads(found.counts).max()) * (1 + EVEN)
+    longest_first_us = float(instance.loads(longest_first(instance)).max())  # which no assignment is to be worse than
+    most_us = min(float(instance.loads(found.counts).max()) * (1 + EVEN), longest_first_us)
     if counts is None or instance.loads(counts).max() > most_us:
         return found
     return Solution(counts, found.bound_us, "even split")

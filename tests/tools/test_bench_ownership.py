@@ -20,8 +20,8 @@ def test_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert bench_ownership.main(["--instances", "2", "--seconds", "0.1", "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["owners"] for row in rows] == [8, 16]
-    for row in rows:  # an even split may cost 1 % more
-        assert row["bound_us"] <= row["makespan_us"] <= 1.01 * row["longest_first_us"]
+    for row in rows:
+        assert row["bound_us"] <= row["makespan_us"] <= row["longest_first_us"]
     assert bench_ownership.main(["--instances", "1", "--seconds", "0"]) == 0
     assert capsys.readouterr().out.split()[:2] == ["seed", "owners"]
     sys.modules.pop("bench_ownership")
