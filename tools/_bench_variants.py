@@ -31,11 +31,20 @@ LR, ADAMW_LR, BETAS, MOMENTUM, SCALE = 1e-3, 3e-4, (0.9, 0.95), 0.95, "moonlight
 
 @dataclass(frozen=True)
 class Setting:
-    """What the variants' makers get; ``profile`` and ``bucket_bytes`` are our optimizer's."""
+    """What the variants' makers get; ``profile`` and ``bucket_bytes`` are our optimizer's. ``still``: rates of 0."""
 
     coefficients: CoefficientSet
     profile: bool
     bucket_bytes: int
+    still: bool
+
+    @property
+    def lr(self) -> float:
+        return 0.0 if self.still else LR
+
+    @property
+    def adamw_lr(self) -> float:
+        return 0.0 if self.still else ADAMW_LR
 
 
 Ownership = tuple[Assignment, dict[Group, tuple[int, float]]]
@@ -55,15 +64,15 @@ class Variant(Protocol):
     def ownership(self, device: torch.device) -> Ownership | None: ...
 
 
-def adamw(parameters: Sequence[nn.Parameter]) -> AdamW:
-    return AdamW(parameters, lr=ADAMW_LR, betas=BETAS, weight_decay=0.0, fused=True)
+def adamw(parameters: Sequence[nn.Parameter], setting: Setting) -> AdamW:
+    return AdamW(parameters, lr=setting.adamw_lr, betas=BETAS, weight_decay=0.0, fused=True)
 
 
 class AdamWAlone:
     """Every parameter by PyTorch's fused AdamW, on its shards."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
-        self.step = adamw(list(model.parameters())).step
+        self.step = adamw(list(model.parameters()), setting).step
 
     def runs(self) -> int:
         return 0
@@ -80,7 +89,7 @@ class GatheredMuon:
     orthogonalizes all of it by plain Newton–Schulz on the vendor library, wide as :func:`plain_ns` takes it."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
-        self.coefficients = setting.coefficients
+        self.coefficients, self.lr = setting.coefficients, setting.lr
         named = dict(model.named_parameters())
         chosen = {matrix.name for matrix in select((name, tuple(p.shape)) for name, p in named.items()).matrices}
         self.by_shape: dict[tuple[int, int], list[DTensor]] = defaultdict(list)
@@ -88,7 +97,7 @@ class GatheredMuon:
             if name in chosen:
                 self.by_shape[tuple(p.shape)].append(p)
         self.momenta = {p: torch.zeros_like(p.to_local()) for some in self.by_shape.values() for p in some}
-        self.adamw = adamw([p for name, p in named.items() if name not in chosen])
+        self.adamw = adamw([p for name, p in named.items() if name not in chosen], setting)
 
     def batches(self) -> Iterator[tuple[int, int, list[DTensor]]]:
         """Rows, columns and the parameters of one batch, of the size that our own optimizer takes at most."""
@@ -107,7 +116,7 @@ class GatheredMuon:
             whole, first = gathered(shards, rows, parameters[0].device_mesh.get_group())
             own = plain_ns(whole, self.coefficients, torch.bfloat16)[:, first : first + shards.shape[1]]
             weights = [p.to_local() for p in parameters]
-            torch._foreach_add_(weights, own.to(shards.dtype).unbind(), alpha=-LR * SCALES[SCALE](rows, cols))
+            torch._foreach_add_(weights, own.to(shards.dtype).unbind(), alpha=-self.lr * SCALES[SCALE](rows, cols))
         self.adamw.step()
 
     def runs(self) -> int:
@@ -154,8 +163,8 @@ class OwnedMuon:
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         self.optimizer = Muon(
-            model, lr=LR, momentum=MOMENTUM, scale=SCALE, coefficients=setting.coefficients, steps=STEPS,
-            adamw_lr=ADAMW_LR, adamw_betas=BETAS, verbose=False, bucket_bytes=setting.bucket_bytes,
+            model, lr=setting.lr, momentum=MOMENTUM, scale=SCALE, coefficients=setting.coefficients, steps=STEPS,
+            adamw_lr=setting.adamw_lr, adamw_betas=BETAS, verbose=False, bucket_bytes=setting.bucket_bytes,
             profile=setting.profile,
         )
         self.step = self.optimizer.step

@@ -9,8 +9,9 @@ for one by one on all ranks, in ms: medians of the slowest rank. ``sent_MB`` is 
 in a step, ``runs`` the matrices orthogonalized in it, both over all ranks; ``first_s`` the first step with all that is
 planned and compiled for it. ``x_adamw`` is the step over AdamW's, ``faster`` gather-then-compute's optimizer time over
 this one's. All variants run ``--repeat`` times, every second time in reverse order, as a device's clock drifts; figures
-are medians over these passes. Run ``dmuon-tune tune --preset ... --world-size ...`` first. A rank that fails ends the
-run; torchrun then returns 1.
+are medians over these passes. With ``--still`` learning rates are 0, so that all compute on the same numbers: a card at
+its power limit is slower on some than on others. Run ``dmuon-tune tune --preset ... --world-size ...`` first. A rank
+that fails ends the run; torchrun then returns 1.
 """
 
 from __future__ import annotations
@@ -202,14 +203,14 @@ def print_head(world: World, device: torch.device, date: str, options: argparse.
     print(
         f"{options.batch} x {counted(options.sequence, 'token')} a rank, {layers}, {counted(options.steps, 'step')}, "
         f"blocks recomputed in the backward: {recomputed}, blocks compiled: {'yes' if options.compile else 'no'}, "
-        f"plain Newton-Schulz in bf16, {options.coefficients}"
+        f"plain Newton-Schulz in bf16, {options.coefficients}{', learning rates of 0' if options.still else ''}"
     )
     print_line("preset", "optimizer", [name for name, _, _ in COLUMNS])
 
 
 def compare(world: World, device: torch.device, options: argparse.Namespace) -> None:
     """Every variant on every preset, which the first rank prints preset by preset; it writes all so far each time."""
-    setting = Setting(coefficient_set(options.coefficients), options.profile, options.bucket_bytes)
+    setting = Setting(coefficient_set(options.coefficients), options.profile, options.bucket_bytes, options.still)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     if world.rank == 0:
         print_head(world, device, date, options)
@@ -224,6 +225,7 @@ def compare(world: World, device: torch.device, options: argparse.Namespace) -> 
                     "ranks": world.size, "batch": options.batch, "sequence": options.sequence,
                     "coefficients": options.coefficients, "seed": options.seed, "compile": options.compile,
                     "profile": options.profile, "bucket_bytes": options.bucket_bytes, "repeat": options.repeat,
+                    "still": options.still,
                     "recomputed": [preset for preset in options.preset if recomputes(preset, options)],
                     "rows": rows,
                 }, indent=1))
@@ -254,6 +256,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
                         "before the first step")
     parser.add_argument("--bucket-bytes", type=positive, default=BUCKET_BYTES, metavar="N", help="ours: of one owner's "
                         f"batch in one round (default: {BUCKET_BYTES})")
+    parser.add_argument("--still", action="store_true", help="learning rates of 0: every variant computes on the same "
+                        "numbers")
     parser.add_argument("--coefficients", default="you", help="coefficient set (default: you)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every figure here, after each variant")

@@ -97,6 +97,13 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
         assert text in done.stdout
 
 
+def test_still_variants_compute_on_the_same_numbers(tmp_path: Path) -> None:
+    done = start(tmp_path, "--json", "out.json", "--still", "--repeat", "1", "--variants", "adamw,gather-each,ours")
+    assert done.returncode == 0 and "learning rates of 0" in done.stdout, done.stderr
+    adamw, *others = [row["losses"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]]
+    assert len(adamw) > 4 and others == [adamw, adamw]
+
+
 def test_a_rank_that_fails_says_why_and_ends_the_run(tmp_path: Path) -> None:
     """The first rank alone writes, so the other one is at work when it finds that it cannot."""
     done = start(tmp_path, "--json", "none/out.json", "--variants", "adamw")
@@ -205,7 +212,7 @@ def gathered_steps(rank: int, size: int) -> tuple[dict[str, Tensor], int, int]:
     module.register_parameter("bias", nn.Parameter(torch.zeros(6)))
     mesh = init_device_mesh("cpu", (size,))
     fully_shard(module, mesh=mesh)
-    made = _bench_variants.GatheredMuon(module, _bench_variants.Setting(coefficient_set("you"), False, 2**28))
+    made = _bench_variants.GatheredMuon(module, _bench_variants.Setting(coefficient_set("you"), False, 2**28, False))
     for step in range(2):
         for name, gradient in gradients_of(step).items():
             parameter = module.get_parameter(name)
