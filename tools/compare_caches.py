@@ -5,7 +5,8 @@
     python tools/compare_caches.py a.sqlite b.sqlite
 
 Where one run measured both winners, what counts is how much slower the other run's winner was there; else the ratio of
-the two runs' times. Exits with 1 where winners differ by more than --within, or none is common.
+the two runs' times. Exits with 1 where winners differ by more than --within, or none is common. Below them the chains
+that both have timed, whose times are of two runs.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.cli.output import config_text, microseconds, say, table
 from dmuon_tune.measure.standing import winners
 from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group
 from dmuon_tune.words import counted
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """One cache's winners, and every time that it holds, by key and configuration."""
+    """One cache's winners, every time that it holds, by key and configuration, and the times of its recipes' chains."""
 
     winners: dict[Problem, CacheEntry]
     times_us: dict[tuple[str, str], float]
+    chains_us: dict[tuple[Group, str], float]
 
     @classmethod
     def read(cls, path: str) -> Tuning:
@@ -41,7 +44,12 @@ class Tuning:
                 for trial in store.all_trials()
                 if trial.measurement.median_us is not None
             }
-        return cls({each.entry.key.problem: each.entry for each in found if each.stale is None}, times_us)
+            chains_us = {
+                (recipe.group, recipe.dtype): recipe.cost_us
+                for recipe in store.recipes()
+                if recipe.timed and recipe.cost_us is not None
+            }
+        return cls({each.entry.key.problem: each.entry for each in found if each.stale is None}, times_us, chains_us)
 
     def time_us(self, entry: CacheEntry) -> float | None:
         """What an entry of any run took here, None where it was not measured."""
@@ -80,6 +88,13 @@ def main(arguments: Sequence[str]) -> int:
         ]
         rows.append([problem.label(), *cells, "same" if distance == 0 else f"{distance:.2%}"])
     say(table(["problem", "first", "us", "second", "us", "apart"], rows))
+    chains = [(key, us, second.chains_us[key]) for key, us in first.chains_us.items() if key in second.chains_us]
+    if chains:
+        say("")
+        say(table(["chain", "dtype", "first_us", "second_us", "second_over_first"], [
+            [group.label(), dtype, microseconds(a_us), microseconds(b_us), f"{b_us / a_us:.3f}"]
+            for (group, dtype), a_us, b_us in chains
+        ]))
     alone = len({*first.winners, *second.winners}) - len(common)
     same = sum(row[-1] == "same" for row in rows)
     print(
@@ -87,6 +102,13 @@ def main(arguments: Sequence[str]) -> int:
         f"with winners more than {args.within:.0%} apart",
         file=sys.stderr,
     )
+    if chains:
+        first_us, second_us = sum(us for _, us, _ in chains), sum(us for *_, us in chains)
+        print(
+            f"{counted(len(chains), 'chain')} timed in both: {microseconds(second_us)} us in all against "
+            f"{microseconds(first_us)}, {second_us / first_us:.3f} times as long",
+            file=sys.stderr,
+        )
     return 1 if far or not common else 0
 
 

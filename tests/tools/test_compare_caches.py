@@ -13,6 +13,7 @@ from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC, DEVICE = kernel("gram.tilelang"), fingerprint("cpu")
@@ -46,5 +47,21 @@ def test_winners_are_the_same_or_so_far_apart(tmp_path: Path) -> None:
     assert done.returncode == 1 and "3 problems in both caches, 1 in one alone: 1 with the same winner" in done.stderr
     assert "2 with winners more than 1% apart" in done.stderr
     assert compare(first, second, "--within", "0.11").returncode == 0
+    assert "chain" not in done.stdout + done.stderr
     missing = compare(first, "nowhere.sqlite")
     assert missing.returncode == 4 and missing.stderr.startswith("compare_caches: error: no cache at")
+
+
+def test_chains_that_both_have_timed_are_set_in_relation(tmp_path: Path) -> None:
+    paths = [cache(tmp_path / name, {64: {0: 10.0}}) for name in ("a.sqlite", "b.sqlite")]
+    costs_us = {Group(2, 64, 64): (100.0, 104.0), Group(1, 96, 64): (50.0, 41.0), Group(1, 160, 64): (7.0, None)}
+    for place, path in enumerate(paths):
+        with Store.open(Path(path)) as store:
+            for group, costs in costs_us.items():
+                spread = 1.0 if costs[place] is not None else None
+                store.put_recipe(DEVICE, Recipe(group, "plain", "float32", cost_us=costs[place], p20_us=spread))
+    done = compare(*paths)
+    assert done.returncode == 0, done.stderr
+    ratios = {line.split()[0]: line.split()[-1] for line in done.stdout.splitlines()[-2:]}
+    assert ratios == {"2x64x64": "1.040", "1x96x64": "0.820"}
+    assert "2 chains timed in both: 145 us in all against 150, 0.967 times as long" in done.stderr
