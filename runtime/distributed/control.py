@@ -194,7 +194,8 @@ class Control:
             raise PeerError(f"the ranks cannot meet: {said(error)}") from None
         raise PeerError(
             f"waited {self.timeout:g} s for all ranks to make their first call of an optimizer; not arrived: "
-            f"{_named(missing)}; give process_group= all ranks that hold the model, and make as many optimizers on each"
+            f"{ranks_named(missing)}; give process_group= all ranks that hold the model, and make as many optimizers "
+            "on each"
         )
 
     def _place(self, what: str) -> str:
@@ -213,7 +214,7 @@ class Control:
         found = self._all(_tensor(bytearray(hashlib.sha256(text).digest())), what)
         others = [rank for rank, other in zip(self.ranks, found, strict=True) if not other.equal(found[0])]
         if others:
-            raise PeerError(f"{self._place(what)}: not the same on {_named(others)} as on rank {self.ranks[0]}")
+            raise PeerError(f"{self._place(what)}: not the same on {ranks_named(others)} as on rank {self.ranks[0]}")
 
     def _explain(self, place: str, error: BaseException | None) -> None:
         """Raise, on every rank, why they do not agree."""
@@ -226,12 +227,12 @@ class Control:
         failed = {rank: told["error"] for rank, told in zip(self.ranks, records, strict=True) if told["error"]}
         if failed:
             first, *others = failed
-            also = f"; {_named(others)} failed too" if others else ""
+            also = f"; {ranks_named(others)} failed too" if others else ""
             raise PeerError(f"rank {first} failed: {failed[first]} ({place}{also})")
         places: dict[str, list[int]] = {}
         for rank, told in zip(self.ranks, records, strict=True):
             places.setdefault(told["place"], []).append(rank)
-        listed = "; ".join(f"{_named(ranks)}: {where}" for where, ranks in places.items())
+        listed = "; ".join(f"{ranks_named(ranks)}: {where}" for where, ranks in places.items())
         raise PeerError(f"the ranks are not at the same place ({listed}); call the optimizer alike on all of them")
 
     def _run(self, start: Callable[[], dist.Work], what: str) -> None:
@@ -287,7 +288,7 @@ class Control:
                     missing.append(rank)
                 elif at != place:
                     elsewhere += f"; rank {rank} waits for {at}"
-            who = f"not arrived: {_named(missing)}" if missing else "all ranks wait"
+            who = f"not arrived: {ranks_named(missing)}" if missing else "all ranks wait"
         except RuntimeError:
             who = "the store does not answer: its process, mostly the first rank's, is gone"
         self.fail(f"{how} for {place}; {who}{elsewhere}")
@@ -330,7 +331,7 @@ def _cause(error: RuntimeError) -> str:
     return "a connection was closed" if "onnection" in str(error) else said(error)
 
 
-def _named(ranks: Iterable[int]) -> str:
+def ranks_named(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0-2, 5``."""
     spans: list[list[int]] = []
     for rank in ranks:

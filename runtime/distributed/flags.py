@@ -6,13 +6,15 @@ import ctypes
 import os
 import time
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from logging import getLogger
 from mmap import mmap
 from tempfile import mkstemp
 from threading import Event, Thread, current_thread
+from typing import NamedTuple
 
-from .control import LOOK_S, Control
+from .control import LOOK_S, Control, ranks_named
 
 FLAGS_FOLDER = "/dev/shm"
 PAGE_BYTES, LINE_BYTES = 4096, 64  # a flag has a line of its own: devices do not write beside each other
@@ -53,7 +55,11 @@ class Flags:
 
     def reached(self, number: int) -> bool:
         """Whether the rank's own DONE is ``number`` or, cyclically, later; this asks the device nothing."""
-        return (self._words[self.offset(DONE, self._rank) // 4] - number) % CYCLE < CYCLE // 2
+        return self.wrote(DONE, self._rank, number)
+
+    def wrote(self, kind: int, rank: int, number: int) -> bool:
+        """Whether ``rank`` has written the flag of this ``kind`` for ``number`` or, cyclically, a later one."""
+        return (self._words[self.offset(kind, rank) // 4] - number) % CYCLE < CYCLE // 2
 
     def release(self, number: int) -> None:
         """End every wait for a ``number`` or a later one; the rank's own DONE stays its queue's to write."""
@@ -68,6 +74,15 @@ class Flags:
             self.path = ""
 
 
+class Transfer(NamedTuple):
+    """One under way: its number, since when, of what, and the flags, (kind, rank), that it waits for."""
+
+    number: int
+    since: float
+    what: str
+    awaited: Collection[tuple[int, int]]
+
+
 class Waits:
     """A rank's transfers, by number, and when they have come to their end; ``flags`` are its own.
 
@@ -79,7 +94,7 @@ class Waits:
         self.flags = flags
         self._control = control
         self._number = self._posted = 0
-        self._pending: deque[tuple[int, float, str]] = deque()  # numbers, since when, of what
+        self._pending: deque[Transfer] = deque()
         self._doubted = 0  # the transfer that was first under way when a failure was heard of
         self._ended, self._process = Event(), os.getpid()
         self._thread: Thread | None = None
@@ -89,8 +104,9 @@ class Waits:
         self._number = (self._number + 1) % CYCLE
         return self._number
 
-    def posted(self, number: int, what: str) -> None:
-        self._pending.append((number, time.monotonic(), f"{what}, step {self._control.step}"))
+    def posted(self, number: int, what: str, awaited: Collection[tuple[int, int]]) -> None:
+        """A transfer that comes to its end once these flags, (kind, rank), are written for it."""
+        self._pending.append(Transfer(number, time.monotonic(), f"{what}, step {self._control.step}", awaited))
         self._posted = number
 
     @property
@@ -123,20 +139,26 @@ class Waits:
 
     def look(self) -> None:
         """End the waits of transfers that no rank will end."""
-        while self._pending and self.flags.reached(self._pending[0][0]):
+        while self._pending and self.flags.reached(self._pending[0].number):
             self._pending.popleft()
         if not self._pending:
             return
-        number, since, what = self._pending[0]
-        failure = self._control.failure()
-        if time.monotonic() - since >= self._control.timeout:
-            failure = failure or f"waited {self._control.timeout:g} s for {what}"
-        elif failure and self._doubted != number:
-            self._doubted = number  # what the rank had posted before it failed may still come until the next look
+        first, failure = self._pending[0], self._control.failure()
+        if time.monotonic() - first.since >= self._control.timeout:
+            failure = failure or f"waited {self._control.timeout:g} s for {first.what}; {self._missing(first)}"
+        elif failure and self._doubted != first.number:
+            self._doubted = first.number  # what the rank had posted before it failed may still come until the next look
             return
         if failure:
             self._control.fail(failure)
             self.release()
+
+    def _missing(self, transfer: Transfer) -> str:
+        """Whom it waits for."""
+        ranks = {rank for kind, rank in transfer.awaited if not self.flags.wrote(kind, rank, transfer.number)}
+        if not ranks:
+            return "this rank's GPU has not come to it"
+        return f"not arrived: {ranks_named(self._control.ranks[rank] for rank in sorted(ranks))}"
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_S):

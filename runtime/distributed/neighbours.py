@@ -136,7 +136,8 @@ class Neighbours:
             for rank in sources:
                 memory.wait(self._mine(rank, DONE), number)
             memory.write(self._mine(self._control.rank, DONE), number)
-            self._waits.posted(number, what)
+            awaited = [*((READY, rank) for rank in {rank for rank, *_ in sends}), *((DONE, rank) for rank in sources)]
+            self._waits.posted(number, what, awaited)
             return memory.end()
 
     def _meet(self) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dmuon_tune.errors import PeerError, UsageError
-from dmuon_tune.runtime.distributed.control import MESSAGE_BYTES, Control, _named
+from dmuon_tune.runtime.distributed.control import MESSAGE_BYTES, Control, ranks_named
 
 from .world import Worlds
 
@@ -164,4 +164,4 @@ def test_a_wait_ends_at_its_timeout_and_names_who_did_not_arrive(worlds: Worlds)
 
 
 def test_ranks_are_named_in_spans() -> None:
-    assert _named([3]) == "rank 3" and _named([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert ranks_named([3]) == "rank 3" and ranks_named([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
