@@ -8,6 +8,7 @@ if __name__ == "runtime":
 from dmuon_tune.coefficients import COEFFICIENTS, CoefficientSet
 
 from .blocks import Split
+from .dedicated.dedicate import dedicate, no_sync
 from .distributed.clipping import clip_grad_norm_
 from .muon import Muon
 from .newton_schulz import GramNewtonSchulz
@@ -15,5 +16,6 @@ from .plan import Plan, plan
 from .report import Report
 
 __all__ = [
-    "COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "Report", "Split", "clip_grad_norm_", "plan",
+    "COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "Report", "Split", "clip_grad_norm_", "dedicate",
+    "no_sync", "plan",
 ]

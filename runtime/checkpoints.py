@@ -12,6 +12,7 @@ from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
 from dmuon_tune.words import shown
 
+from .distributed.whole import weight_of
 from .parameters import check_options, foreign, name_of
 
 SCALES_OF = {None: "jordan", "original": "jordan", "match_rms_adamw": "moonlight"}
@@ -61,7 +62,7 @@ def restore(
             if reason is not None:
                 raise UsageError(f"{name_of(group, index, position)}: {reason}")
             momentum = its.get("momentum_buffer")
-            dtype = momentum_dtype or p.dtype
+            dtype = momentum_dtype or weight_of(p).dtype
             # What PyTorch restored has been through the parameter's dtype.
             if momentum is not None and (factor != 1.0 or dtype != p.dtype):
                 wide = torch.promote_types(momentum.dtype, dtype)

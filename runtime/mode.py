@@ -12,6 +12,8 @@ from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
 from dmuon_tune.words import shown
 
+from .distributed.whole import whole_of
+
 if TYPE_CHECKING:
     from .distributed.gather import Gather
     from .muon import Muon
@@ -25,8 +27,7 @@ def gather_for(
 ) -> Gather | None:
     """The distributed part of an optimizer made for ``module`` (or groups), as its options say; None in one process."""
     checks.integer("bucket_bytes", bucket_bytes)
-    if not checks.is_number(timeout) or not 0 < float(timeout) <= MAX_TIMEOUT_S:
-        raise UsageError(f"timeout must be a number of seconds in (0, {MAX_TIMEOUT_S:g}], not {shown(timeout)}")
+    seconds = check_timeout(timeout)
     checks.flag("profile", profile)
     group = group_for(module, optimizer._parameters(), process_group)
     if group is None:
@@ -34,18 +35,32 @@ def gather_for(
     from .distributed.gather import Gather  # imports DTensor, which one process does without
 
     chains, dtype = optimizer._newton_schulz, optimizer._momentum_dtype
-    return Gather(group, chains, dtype, bucket_bytes, float(timeout), profile)
+    return Gather(group, chains, dtype, bucket_bytes, seconds, profile)
+
+
+def check_timeout(given: float) -> float:
+    """As seconds; UsageError for what is none."""
+    if not checks.is_number(given) or not 0 < float(given) <= MAX_TIMEOUT_S:
+        raise UsageError(f"timeout must be a number of seconds in (0, {MAX_TIMEOUT_S:g}], not {shown(given)}")
+    return float(given)
 
 
 def group_for(module: Any, parameters: Iterable[Tensor], given: Any) -> Any:
     """The process group whose ranks share the matrices; None for an optimizer of one process.
 
-    ``given`` if there is one; else DistributedDataParallel's own, or all ranks where a parameter is a DTensor.
+    ``given`` if there is one; else those that matrices are dedicated to, DistributedDataParallel's own, or all ranks
+    where a parameter is a DTensor.
     Raises UsageError where there is no such group.
     """
     check_group(given)
+    parameters = list(parameters)
+    owning = {whole.group: None for whole in map(whole_of, parameters) if whole is not None}
+    if len(owning) > 1 or (given is not None and any(group is not given for group in owning)):
+        raise UsageError("process_group must be the ranks that the matrices are dedicated to; leave it out")
     if given is not None:
         return given
+    if owning:
+        return next(iter(owning))
     if isinstance(module, nn.Module):
         for part in module.modules():
             if type(part).__name__ == "FullyShardedDataParallel":

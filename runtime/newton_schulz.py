@@ -29,6 +29,8 @@ from .lookups import LookUps
 from .plan import GroupPlan, Plan, check_policy, device_context, plan, report_failures
 from .static import Workspace
 
+# What stands at a chain's ends: gradients' dtype, momentum's mode, the result's dtype, whether it updates weights.
+EndsKey = tuple[torch.dtype, str, torch.dtype, bool]
 Coefficients = str | CoefficientSet | tuple[Triple, ...] | list[Triple] | Triple
 
 
@@ -153,11 +155,8 @@ class GramNewtonSchulz:
                 groups, str(device), with_dtype, found.layers, self._on_miss, self.steps, self.restarts, build
             )
 
-    def adopt(
-        self, device: torch.device, planned: GroupPlan, ends: Mapping[tuple[torch.dtype, str, torch.dtype], Ends]
-    ) -> None:
-        """Run a group's :meth:`directions` as was decided elsewhere; ``ends`` by gradients' dtype, momentum's mode and
-        the result's dtype."""
+    def adopt(self, device: torch.device, planned: GroupPlan, ends: Mapping[EndsKey, Ends]) -> None:
+        """Run a group's :meth:`directions` and :meth:`step` as was decided elsewhere."""
         group = planned.recipe.group
         with self._lock:
             if self._planned.setdefault((device, group), planned).recipe != planned.recipe:
@@ -165,8 +164,9 @@ class GramNewtonSchulz:
                 self._chains.pop((device, group), None)
                 self._parts.clear()
                 self._ends = {key: found for key, found in self._ends.items() if key[:2] != (device, group)}
-            for (dtype, mode, out_dtype), found in ends.items():
-                self._ends[device, group, dtype, mode, out_dtype, False] = found
+            for key, found in ends.items():
+                self._ends[device, group, *key] = found
+                self._parts.clear()
 
     def planned(self, group: Group, device: torch.device) -> GroupPlan:
         """How this group runs, resolved when it first comes."""
@@ -184,11 +184,12 @@ class GramNewtonSchulz:
 
     def step(
         self, weights: Sequence[Tensor], gradients: Sequence[Tensor], momentum: Momentum,
-        rates: Sequence[tuple[float, float]],
+        rates: Sequence[tuple[float, float]], first_place: int = 0,
     ) -> None:
         """Update momentum and weights: M, U as ``momentum`` says, W ← decay·W − rate·polar(U).
 
         All are equal matrices (rows, cols) on one device, one a weight; ``rates`` are (decay, rate) of each.
+        ``first_place``: that of the first of its batches among all equal ones that are run in turn.
         """
         device, (rows, cols) = weights[0].device, weights[0].shape
         key = len(weights), rows, cols, device, gradients[0].dtype, momentum.mode, weights[0].dtype
@@ -199,7 +200,7 @@ class GramNewtonSchulz:
                     (part, *self._bound(group, *key[3:], updates_weights=True))
                     for part, group in cut_batch(len(weights), rows, cols)
                 ]
-            for place, (part, chain, ends) in enumerate(parts):
+            for place, (part, chain, ends) in enumerate(parts, first_place):
                 some = Momentum(momentum.mode, momentum.buffers[part], momentum.mu)
                 matrices = tuple(map(Tensor.contiguous, gradients[part]))
                 chain.step(matrices, some, ends, weights[part], rates[part], place)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .distributed.whole import weight_of
+
 Place = tuple[int, int]  # of a group, and of a parameter in it
 Lying = tuple[int, int, Place, Tensor]  # first byte, end, whose, what lies there
 
@@ -21,7 +23,7 @@ def overlapping(groups: Sequence[Sequence[Tensor]]) -> tuple[Place, Place] | Non
     by_device: dict[torch.device, list[Lying]] = defaultdict(list)
     places = {p: (index, position) for index, group in enumerate(groups) for position, p in enumerate(group)}
     for p, place in places.items():
-        held = getattr(p, "_local_tensor", p)  # a DTensor's
+        held = getattr(p, "_local_tensor", weight_of(p))  # a DTensor's
         begin = _address(held)
         if begin and held.numel():
             by_device[held.device].append((begin, begin + _reach_bytes(held), place, held))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from dmuon_tune.space import config_to_dict
 from dmuon_tune.spec import KernelSpec
 
 from ..ends import BoundEnds, Ends, bind_ends
-from ..newton_schulz import GramNewtonSchulz
+from ..newton_schulz import EndsKey, GramNewtonSchulz
 from ..plan import GroupPlan, Plan, device_context, report_failures
 from ..resolve import Binding, KernelFailure, Resolver
 from .control import Control
@@ -31,16 +32,21 @@ BY_SIZE = ("last", "direct", "weights", "with_identity")
 
 @dataclass(frozen=True, order=True)
 class Wanted:
-    """A group that a rank runs; around its chain the dtype of gradients, momentum's mode (m, n), the weights' dtype."""
+    """A group that a rank runs; around its chain the dtype of gradients, momentum's mode (m, n), the weights' dtype, and
+    whether its last product updates weights that lie here."""
 
     group: Group
     gradient_dtype: str
     mode: str
     dtype: str
+    updates_weights: bool = False
 
     @classmethod
-    def of(cls, group: Group, gradient_dtype: torch.dtype, mode: str, dtype: torch.dtype) -> Wanted:
-        return cls(group, str(gradient_dtype).removeprefix("torch."), mode, str(dtype).removeprefix("torch."))
+    def of(
+        cls, group: Group, gradient_dtype: torch.dtype, mode: str, dtype: torch.dtype, updates_weights: bool = False
+    ) -> Wanted:
+        names = (str(each).removeprefix("torch.") for each in (gradient_dtype, dtype))
+        return cls(group, next(names), mode, next(names), updates_weights)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Wanted:
@@ -106,7 +112,7 @@ class Agreement:
                 }
                 known[group] = replace(planned, bindings=bindings)
             self._decided = known
-            ends = [bind_ends(known[one.group], resolver, one.gradient_dtype, one.mode, one.dtype, False)
+            ends = [bind_ends(known[one.group], resolver, one.gradient_dtype, one.mode, one.dtype, one.updates_weights)
                     for one in every]
             return {
                 "groups": [_plan_to_dict(known[group], layers) for group in dict.fromkeys(one.group for one in every)],
@@ -130,11 +136,11 @@ class Agreement:
 
     def _build(
         self, decided: dict[str, Any], mine: list[Wanted], failures: list[tuple[Key, str]]
-    ) -> tuple[dict[Group, GroupPlan], dict[Group, dict[tuple[torch.dtype, str, torch.dtype], Ends]]]:
+    ) -> tuple[dict[Group, GroupPlan], dict[Group, dict[EndsKey, Ends]]]:
         """What this rank wants of the decision, with its own callables; ``failures`` takes those that it has not."""
         groups = {one.group for one in mine}
         plans: dict[Group, GroupPlan] = {}
-        ends: dict[Group, dict[tuple[torch.dtype, str, torch.dtype], Ends]] = defaultdict(dict)
+        ends: dict[Group, dict[EndsKey, Ends]] = defaultdict(dict)
         with self._newton_schulz.looking_up() as found, device_context(self._device):
             resolver = Resolver(self._fingerprint, found.layers, use_nearest=False)
 
@@ -151,10 +157,10 @@ class Agreement:
                 return self._made[key]
 
             for fields in decided["ends"]:
-                one = Wanted.from_dict({name: fields[name] for name in ("group", "gradient_dtype", "mode", "dtype")})
+                one = Wanted.from_dict({each.name: fields[each.name] for each in dataclasses.fields(Wanted)})
                 if one in mine:
                     dtypes = getattr(torch, one.gradient_dtype), one.mode, getattr(torch, one.dtype)
-                    ends[one.group][dtypes] = _ends_from_dict(fields).mapped(built).ends()
+                    ends[one.group][*dtypes, one.updates_weights] = _ends_from_dict(fields).mapped(built).ends()
             for fields in decided["groups"]:
                 planned = _plan_from_dict(fields)
                 if planned.recipe.group in groups:

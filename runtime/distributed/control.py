@@ -48,6 +48,7 @@ class Control:
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_S) -> None:
         within = group or dist.group.WORLD
         assert within is not None
+        self.group = within
         self.ranks: list[int] = dist.get_process_group_ranks(within)
         self.rank, self.size = dist.get_rank(within), len(self.ranks)
         self.timeout, self.step = timeout, 0
@@ -121,6 +122,14 @@ class Control:
     ) -> dist.Work:
         """Start ``all_to_all_single`` of CPU tensors over this group's own connections."""
         return self.post(lambda: self._gloo.alltoall_base(into, given, list(into_sizes), list(given_sizes)), what)
+
+    def broadcast(self, tensor: Tensor, root: int, what: str) -> dist.Work:
+        """Start it, of a CPU tensor of any dtype, over this group's own connections."""
+        return self.post(lambda: self._gloo.broadcast(tensor.view(torch.uint8), root), what)
+
+    def sum(self, tensor: Tensor, root: int, what: str) -> dist.Work:
+        """Start the sum of all ranks' CPU tensors into ``root``'s; the others' are worth nothing afterwards."""
+        return self.post(lambda: self._gloo.reduce(tensor, root), what)
 
     def check(self) -> None:
         """PeerError once this rank knows that one has failed; it asks nobody."""

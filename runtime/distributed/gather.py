@@ -35,6 +35,8 @@ from .pipeline import SLOTS, Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
 from .reading import Reading
 from .rounds import Item, Lane, rounds
+from .whole import Keeper, weight_of, whole_of
+from .wholes import check_reduced, collect, keepers_of, spread
 
 if TYPE_CHECKING:
     from ..muon import Muon
@@ -70,6 +72,7 @@ class Gather:
         self._whole: list[Stage] = []  # of a step in which every matrix moves
         self._checkpoints: dict[tuple[int, ...], list[Stage]] = {}  # by the parameters that have momentum
         self._pipelines: dict[torch.device, Pipeline] = {}
+        self._keepers: list[Keeper] = []  # of parameters that have an owner
 
     @property
     def control(self) -> Control:
@@ -83,6 +86,7 @@ class Gather:
         found, error = list[Found](), None
         try:
             optimizer._check_groups()
+            self._keepers = keepers_of(optimizer)
             found = _found(optimizer)
             devices = {local_of(each.tensor).device for each in found if each.blocks is not None}
             if len(devices) > 1:
@@ -104,7 +108,7 @@ class Gather:
         self._adamw = LocalAdamW()
         self._schedules.clear()
         self._checkpoints.clear()
-        codes = bytes(code_of(each.tensor, each.tensor) if each.moves else NO_GRADIENT for each in found)
+        codes = bytes(code_of(each.tensor, weight_of(each.tensor)) if each.moves else NO_GRADIENT for each in found)
         moving = self._reading.of(optimizer, Weights([each.tensor for each in found]), [None for _ in found])
         self._whole = self._scheduled(codes, moving)
         optimizer._planned = True
@@ -128,6 +132,8 @@ class Gather:
         codes, moving = agreed
         stages = self._scheduled(codes, moving)
         with self.control.guard("step"):
+            for keeper in self._keepers:
+                keeper.release()
             complete(moving.weights.parameters, moving.gradients, codes)
             self._reading.carry(optimizer, moving, codes)
             with phase("exchange"):
@@ -149,9 +155,11 @@ class Gather:
         """The optimizer's state as its checkpoints have it: momenta lie as their parameters do; collective."""
         parameters, local, error = _parameters(optimizer), dict[int, Tensor](), None
         state = {p: {key: value for key, value in its.items() if key != "owned"} for p, its in optimizer.state.items()}
+        moved = [index for index, p in enumerate(parameters) if "owned" in optimizer.state.get(p, {})]
         try:
-            for index, p in enumerate(parameters):
-                if "owned" in optimizer.state.get(p, {}):
+            for index in moved:
+                p = parameters[index]
+                if whole_of(p) is None:
                     local[index] = torch.empty_like(local_of(p), dtype=self._momentum_dtype)
                     state[p]["momentum_buffer"] = like(p, local[index])
         except Exception as raised:  # such as too little memory
@@ -164,6 +172,12 @@ class Gather:
         }
         with self.control.guard("state_dict"):
             self._pipeline.spread(self._momenta(parameters, local), owned, local)
+            for index in moved:
+                p, whole = parameters[index], whole_of(parameters[index])
+                if whole is not None:
+                    dtype = self._momentum_dtype or whole.weight.dtype
+                    momenta = optimizer.state[p]["owned"]
+                    state[p]["momentum_buffer"] = spread(whole, self._matrices_of(index), momenta, dtype)
         return state
 
     def take(self, optimizer: Muon, error: Exception | None) -> None:
@@ -173,10 +187,14 @@ class Gather:
         """
         self.control.agree("load_state_dict", error=error)
         self.place(optimizer)
-        parameters, local = _parameters(optimizer), dict[int, Tensor]()
+        parameters, local, wholes = _parameters(optimizer), dict[int, Tensor](), dict[int, Tensor]()
         try:
             for index, p in enumerate(parameters):
                 its = optimizer.state.get(p, {})
+                if whole_of(p) is not None:
+                    if "momentum_buffer" in its:
+                        wholes[index] = its["momentum_buffer"]
+                    continue
                 for key, value in its.items():
                     if isinstance(value, Tensor) and value.shape == p.shape and key != "step":
                         its[key] = self._placed(index, p, value)
@@ -186,11 +204,11 @@ class Gather:
             error = UsageError(f"{_found(optimizer)[index].name}: its {key}: {raised}")
         except Exception as raised:  # such as too little memory
             error = raised
-        has = [index in local for index in range(len(parameters))]
+        has = [index in local or index in wholes for index in range(len(parameters))]
         flags = self.control.agree("loaded", [*has, *(not each for each in has)], error)
         if any(both == (1, 1) for both in zip(flags[: len(has)], flags[len(has) :], strict=True)):
             raise UsageError("ranks have been given momenta of different parameters; load the same checkpoint on all")
-        for index in local:
+        for index in (*local, *wholes):
             its = optimizer.state[parameters[index]]
             del its["momentum_buffer"]
             its["owned"] = {}
@@ -199,6 +217,10 @@ class Gather:
         with self.control.guard("load_state_dict"):
             for place, whole in self._pipeline.collected(stages, local):
                 optimizer.state[parameters[matrices[place].parameter]]["owned"][matrices[place].block] = whole
+            for index, value in wholes.items():
+                p, kept = parameters[index], whole_of(parameters[index])
+                assert kept is not None
+                optimizer.state[p]["owned"] = collect(kept, self._matrices_of(index), value)
 
     def report(self, optimizer: Muon, spectra: bool) -> Report:
         """Every matrix that moves, by its owner's momentum alone, for its gradient is in pieces; collective."""
@@ -232,6 +254,9 @@ class Gather:
             found.append(Direction(name, shape, momentum, factor_of(group, shape), local_of(p).device, p.dtype))
         return found
 
+    def _matrices_of(self, index: int) -> list[Matrix]:
+        return [matrix for matrix in self._survey.matrices if matrix.parameter == index]
+
     def _placed(self, index: int, p: Tensor, value: Tensor) -> Tensor:
         """A tensor of a parameter's shape, placed like it."""
         held = self._survey.held[index]
@@ -245,7 +270,7 @@ class Gather:
         """The stages in which the momenta of these parameters travel."""
         key = tuple(sorted(moved))
         if key not in self._checkpoints:
-            dtypes = [self._momentum_dtype or p.dtype for p in parameters]
+            dtypes = [self._momentum_dtype or local_of(p).dtype for p in parameters]
             places = [place for place, matrix in enumerate(self._survey.matrices) if matrix.parameter in moved]
             self._checkpoints[key] = self._stages(places, [(dtype, dtype) for dtype in dtypes])
             _bound(self._checkpoints)
@@ -257,8 +282,13 @@ class Gather:
             return found[matrix.parameter].tensor, matrix.block
 
         for place, matrix in enumerate(self._survey.matrices):
-            if not found[matrix.parameter].moves:  # and so it costs its owner nothing
+            whole = whole_of(found[matrix.parameter].tensor)
+            if whole is not None:
+                self._owners[key(matrix)] = whole.owner
+            elif not found[matrix.parameter].moves:  # and so it costs its owner nothing
                 self._owners.setdefault(key(matrix), place % self.control.size)
+        for keeper in self._keepers:
+            self.assignment = keeper.assignment
         new = [matrix for matrix in self._survey.matrices if key(matrix) not in self._owners]
         if new:
             self.assignment = owners_of(
@@ -279,6 +309,7 @@ class Gather:
         told = bytes(len(parameters))  # no gradient
         try:
             told, moving = self._reading.next(optimizer, parameters)
+            check_reduced(self._keepers)
             options = options_of(optimizer.param_groups)
             finite = not optimizer._skip_nonfinite or are_finite(each for each in moving.gradients if each is not None)
         except Exception as raised:
@@ -338,18 +369,19 @@ class Gather:
     def _resolve(self, stages: Sequence[Stage], moving: Moving) -> None:
         """Kernels for the batches that this rank runs, as the first rank decides; collective, unless every rank has
         those of its own: each one knows the batches of all."""
+        stay = self._pipeline.stay(stages)
         every = {
             (owner, one) for stage in stages for owner, batch in enumerate(stage.round.batches)
-            for one in self._wanted(stage, batch, moving)
+            for one in self._wanted(stage, batch, moving, stay)
         }
         if not every <= self._resolved:
             self._plan = self._agreement.prepare(one for owner, one in sorted(every) if owner == self.control.rank)
             self._resolved |= every
 
-    def _wanted(self, stage: Stage, batch: Sequence[int], moving: Moving) -> Iterator[Wanted]:
+    def _wanted(self, stage: Stage, batch: Sequence[int], moving: Moving, stay: bool) -> Iterator[Wanted]:
         for kind, places in self._pipeline.kinds(batch, stage.gradient_dtype, moving).items():
             for _, group in cut_batch(len(places), kind.rows, kind.cols):
-                yield Wanted.of(group, kind.gradient_dtype, kind.mode, kind.dtype)
+                yield Wanted.of(group, kind.gradient_dtype, kind.mode, kind.dtype, stay and kind.plain)
 
 
 def _parameters(optimizer: Muon) -> list[Tensor]:

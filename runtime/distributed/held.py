@@ -28,13 +28,14 @@ class Lot:
 
 
 class Weights:
-    """What this rank holds of ``parameters``, in their order: ``local`` tensors, and the lots that transfers move: of
-    what is kept, and of what arrives."""
+    """What this rank holds of ``parameters``, in their order: ``local`` tensors, the lots that transfers move: of
+    what is kept, and of what arrives, and the ``whole`` matrices that a transfer leaves here."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.local = list(map(local_of, parameters))
         self.lots: WeakKeyDictionary[Transfer, tuple[list[Lot], list[Lot]]] = WeakKeyDictionary()
+        self.whole: WeakKeyDictionary[Transfer, list[Tensor]] = WeakKeyDictionary()
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
         self._shards = list(map(_LOCAL, self._sharded))
         self._columns = self._read()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from dmuon_tune.errors import UsageError
 
 from ..blocks import Blocks
+from .whole import weight_of, whole_of
 
 Span = tuple[int, int]  # [start, stop)
 Spans = tuple[Span, ...]  # in the order in which a local tensor holds them
@@ -86,6 +87,11 @@ class Matrix:
     order: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
+    @property
+    def lies_flat(self) -> bool:
+        """Whether :meth:`flat` of a contiguous tensor is a view."""
+        return list(self.order) == sorted(self.order)
+
     def boxed(self, matrix: Tensor) -> Tensor:
         """A contiguous (rows, cols) tensor as a view with the parameter's dimensions."""
         extents = [stop - start for start, stop in self.box]
@@ -100,11 +106,12 @@ class Matrix:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, not a copy: a DTensor's local tensor, or the tensor itself."""
+    """What this rank holds of a tensor, not a copy: a DTensor's local tensor, the owner's weight (elsewhere no row of
+    it) of a parameter that has an owner, or the tensor itself."""
     if isinstance(tensor, DTensor):
         local: Tensor = tensor._local_tensor
         return local
-    return tensor
+    return weight_of(tensor)
 
 
 def cut(tensor: Tensor, spans: Spans) -> Tensor:
@@ -115,10 +122,14 @@ def cut(tensor: Tensor, spans: Spans) -> Tensor:
 
 
 def mesh_of(tensor: Tensor, group: ProcessGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(Ranks of ``group``, row by row; shape) of the mesh that a tensor lies on; a plain one is whole on each rank.
+    """(Ranks of ``group``, row by row; shape) of the mesh that a tensor lies on; a plain one is whole on each rank, or
+    on its owner.
 
     UsageError where the mesh has ranks outside of the group.
     """
+    whole = whole_of(tensor)
+    if whole is not None:
+        return (whole.owner,), (1,)
     if not isinstance(tensor, DTensor):
         return tuple(range(group.size())), (group.size(),)
     mesh = tensor.device_mesh.mesh

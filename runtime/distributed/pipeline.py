@@ -22,6 +22,7 @@ from .exchange import Exchange, Parcel, Posted, Room, Traffic, Transfer, copy
 from .held import Lot, Weights
 from .pieces import Matrix, cut
 from .rounds import DEPTH, Round
+from .whole import whole_of
 
 SLOTS = 2 * DEPTH  # of an exchange: for gradients, then for updates
 Local = Mapping[int, Tensor] | Sequence[Tensor | None]  # by parameter, what lies as its local tensor
@@ -118,11 +119,57 @@ class Pipeline:
 
     def run(self, stages: Sequence[Stage], moving: Moving, meanwhile: Callable[[], None]) -> None:
         """One step of all of the stages' matrices, and what is to be done ``meanwhile``: as the first travel."""
-        if not stages:
+        if self.stay(stages):
             meanwhile()
+            for index, stage in enumerate(stages):
+                self._move(stage, index, stages, moving)
+                self._mark(stage, moving)
             return
         with self._beside.joined():
             self._run(stages, moving, meanwhile)
+        for stage in stages:
+            self._mark(stage, moving)
+
+    def stay(self, stages: Sequence[Stage]) -> bool:
+        """Whether all matrices are whole on their owners, so that the last product updates them where they lie; the
+        same on all ranks."""
+        return all(
+            stage.inward.empty and stage.outward.empty
+            and all(self.matrices[place].lies_flat for batch in stage.round.batches for place in batch)
+            for stage in stages
+        )
+
+    def _move(self, stage: Stage, index: int, stages: Sequence[Stage], moving: Moving) -> None:
+        """One step of matrices that stay."""
+        posted = self._post_inward(stages, index, moving.gradients)
+        gradients = self._assembled(stage, index, posted, moving.gradients)
+        matrices = [self.matrices[place] for place in stage.batch]
+        if stage.outward not in moving.weights.whole:
+            held = self._held(stage.outward.kept, moving.weights.local)
+            moving.weights.whole[stage.outward] = [
+                matrix.flat(weight) for matrix, weight in zip(matrices, held, strict=True)
+            ]
+        weights = moving.weights.whole[stage.outward]
+        for kind, some in self._kinds_of(stage, moving):
+            given, moved = ([every[at] for at in some] for every in (gradients, weights))
+            momentum = Momentum(kind.mode, tuple([moving.momentum(matrices[at]) for at in some]), kind.mu)
+            rates = [moving.rate(matrices[at]) for at in some]
+            with phase(f"{len(some)}x{kind.rows}x{kind.cols}"):
+                if kind.plain:
+                    self._newton_schulz.step(moved, given, momentum, [rate.numbers for rate in rates], index)
+                    continue
+                polars = torch.empty(len(some), kind.rows, kind.cols, dtype=kind.dtype, device=kind.device)
+                self._newton_schulz.directions(given, momentum, polars)
+                move(moved, polars, rates)
+        self._traffic.ns_runs += len(stage.batch)
+
+    def _mark(self, stage: Stage, moving: Moving) -> None:
+        """Weights that are to go to other ranks may do so from here on."""
+        mark = self._beside.mark()
+        for place in stage.batch:
+            whole = whole_of(moving.weights.parameters[self.matrices[place].parameter])
+            if whole is not None:
+                whole.updated = mark
 
     def _run(self, stages: Sequence[Stage], moving: Moving, meanwhile: Callable[[], None]) -> None:
         beside, free = self._beside, None  # when the polar factors before the last have left their buffer

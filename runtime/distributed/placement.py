@@ -24,6 +24,7 @@ from ..ownership.profile import profile as time_steps
 from .agreement import Agreement, Wanted
 from .control import Control
 from .pieces import Layout, Matrix, Spans, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
+from .whole import whole_of
 from .workload import Owned, work_of
 
 
@@ -43,7 +44,7 @@ class Found(NamedTuple):
 @dataclass(frozen=True)
 class Survey:
     """``matrices`` in model order, their ``parameter`` being the place among all. By parameter: ``replicated``, whether
-    an element of it lies on more than one rank, and ``held``, the indices that this rank holds (None: it has no part
+    an element of it lies on more than one rank, or all of it on one, and ``held``, the indices that this rank holds (None: it has no part
     in it)."""
 
     matrices: tuple[Matrix, ...] = ()
@@ -79,7 +80,10 @@ def survey(found: Sequence[Found], group: ProcessGroup, control: Control, error:
         for matrix in matrices_of(index, layout, each.blocks, each.name, later[index])
     ]
     held = (holdings(layout, last).get(control.rank) for layout, last in zip(layouts, later, strict=True))
-    return Survey(tuple(matrices), tuple(map(_replicated, layouts)), tuple(held))
+    # A gradient that not all ranks have is no part of a sum where one has the whole.
+    partial = [_replicated(layout) or whole_of(each.tensor) is not None
+               for layout, each in zip(layouts, found, strict=True)]
+    return Survey(tuple(matrices), tuple(partial), tuple(held))
 
 
 def _cut_later_first(found: Sequence[Found], layouts: Sequence[Layout], control: Control) -> list[bool]:
@@ -125,7 +129,7 @@ def owners_of(
             for matrix, dtype in zip(matrices, dtypes, strict=True)
         ]
         work = work_of(owned, price, bucket_bytes)
-        solved = assign(work, control.size, nodes=_nodes(control.ranks))
+        solved = assign(work, control.size, nodes=nodes_of(control.ranks))
         return [solved.owner, solved.loads_us, solved.bound_us, solved.method]
 
     owner, loads_us, bound_us, method = control.decide(decided, "owners")
@@ -153,7 +157,7 @@ def _timed(
     return [Timed(Group(int(batch), int(rows), int(cols)), us) for each in every for batch, rows, cols, us in each]
 
 
-def _nodes(ranks: Sequence[int]) -> int:
+def nodes_of(ranks: Sequence[int]) -> int:
     """How many nodes the ranks lie on, equally many each, as ``torchrun`` says; 1 where that is not so."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or len(ranks))
     on_node = Counter(rank // local for rank in ranks)

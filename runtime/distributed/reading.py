@@ -80,8 +80,10 @@ class Reading:
                 p = moving.weights.parameters[matrix.parameter]
                 owned = found[matrix.parameter] = state[p].setdefault("owned", {})
                 if place in self._places and matrix.block not in owned:
-                    dtype, device = self._momentum_dtype or p.dtype, local_of(p).device
-                    owned[matrix.block] = torch.zeros(matrix.rows, matrix.cols, dtype=dtype, device=device)
+                    local = local_of(p)
+                    owned[matrix.block] = torch.zeros(
+                        matrix.rows, matrix.cols, dtype=self._momentum_dtype or local.dtype, device=local.device
+                    )
         for parameter, owned in found.items():
             setting = moving.settings[parameter]
             assert setting is not None

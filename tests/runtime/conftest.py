@@ -1,4 +1,5 @@
-"""Every runtime test reads caches of its own folder alone and sees each warning as if it were the first."""
+"""Every runtime test reads caches of its own folder alone and sees each warning as if it were the first; worlds of
+processes are shared by all."""
 
 from __future__ import annotations
 
@@ -10,6 +11,16 @@ import pytest
 import torch
 
 import dmuon_tune.runtime  # noqa: F401  (the package's attribute ``plan`` is the function; the module is in sys.modules)
+
+from .distributed.world import Worlds
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """``worlds(size).run(case, *arguments)``."""
+    known = Worlds()
+    yield known
+    known.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dmuon_tune.runtime import Muon
 
-from .layouts import OPTIONS, Toy, Vectors, gradients, local, named, parallel, piece, places_of, whole
+from .layouts import DEDICATE_OPTIONS, OPTIONS, Toy, Vectors, gradients, held, named, parallel, piece, places_of, whole
 from .world import World
 
 Held = dict[str, tuple[Tensor, Tensor]]  # by parameter: the places of a rank's elements, and their values
@@ -41,6 +41,11 @@ class Steps:
             return Muon([{"params": [p], "scale": "moonlight"} for p in model.parameters()], **self.options)
         return Muon(model, **OPTIONS | dict(self.options))
 
+    def dedicating(self, layout: str) -> dict[str, Any]:
+        """The options that owners are chosen by too, where a layout has some."""
+        shared = DEDICATE_OPTIONS & self.options.keys() if layout.startswith("dedicated") else ()
+        return {name: self.options[name] for name in shared}
+
     def shapes(self) -> dict[str, torch.Size]:
         return {name: p.shape for name, p in self.make().named_parameters()}
 
@@ -61,10 +66,10 @@ class Steps:
 def moved(rank: int, size: int, layout: str, plan: Steps) -> Held:
     """The weights after a run in a world."""
     places = places_of(plan.make, layout, size)
-    model = parallel(plan.model(), layout, size)
+    model = parallel(plan.model(), layout, size, **plan.dedicating(layout))
     parameters = named(model)
     plan.run(plan.optimizer(model), parameters, lambda name, full: piece(parameters[name], places[name], full))
-    return {name: (places[name], local(p)) for name, p in parameters.items()}
+    return held(parameters, places)
 
 
 def alone(plan: Steps) -> dict[str, Tensor]:

@@ -16,10 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from dmuon_tune.runtime import dedicate
+from dmuon_tune.runtime.distributed.whole import whole_of
+
 from ..reference import gaussian
 
 VOCABULARY, WIDTH, LENGTH, CUT = 32, 18, 12, (12, 12, 16)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "splits": {"*qkv.weight": CUT}, "verbose": False}
+DEDICATE_OPTIONS = {"param_dtype", "reduce_dtype", "units", "reshard_after_forward", "exclude", "flatten", "splits"}
 LAYOUTS = {1: ("fsdp", "ddp"), 2: ("fsdp", "hsdp", "tp", "ddp"), 3: ("fsdp", "ddp"), 4: ("fsdp", "hsdp", "tp", "ddp")}
 TENSOR_PARALLEL = {
     "qkv": ColwiseParallel(output_layouts=Replicate()), "out": RowwiseParallel(input_layouts=Replicate()),
@@ -115,7 +119,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 @functools.cache
 def mesh_of(layout: str, size: int) -> DeviceMesh:
-    if layout == "hsdp":
+    if layout.endswith("hsdp"):
         return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     if layout == "tp":
         return init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shard", "tensor"))
@@ -124,10 +128,14 @@ def mesh_of(layout: str, size: int) -> DeviceMesh:
 
 def parallel(model: nn.Module, layout: str, size: int, **options: Any) -> nn.Module:
     """The model in a layout: ``fsdp``, ``columns`` (FSDP2 that cuts columns where it can), ``hsdp``, ``tp`` (with FSDP2
-    on the mesh's other dimension) or ``ddp``; ``options`` are ``fully_shard``'s, or DistributedDataParallel's."""
+    on the mesh's other dimension), ``ddp``, or ``dedicated`` and ``dedicated hsdp``, with owners for its matrices;
+    ``options`` are ``fully_shard``'s and ``dedicate``'s, or DistributedDataParallel's."""
     if layout == "ddp":
         return DistributedDataParallel(model, **options)
     mesh = mesh_of(layout, size)
+    if layout.startswith("dedicated"):
+        own = {name: options.pop(name) for name in DEDICATE_OPTIONS & options.keys()}
+        options["ignored_params"] = dedicate(model, mesh, **{"splits": OPTIONS["splits"], **own})
     parts = [module for module in model.modules() if isinstance(module, Layer | Experts)]
     if layout == "tp":
         for part in parts:
@@ -150,7 +158,9 @@ def places_of(make: Callable[[], nn.Module], layout: str, size: int) -> dict[str
     """The flat indices of the elements that this rank holds of each parameter, shaped as it holds them.
 
     From a model whose elements are their own indices: PyTorch lays it out, so that nothing tested has a part in it.
+    What has an owner is taken as FSDP2's too: :func:`held` asks the model.
     """
+    layout = {"dedicated": "fsdp", "dedicated hsdp": "hsdp"}.get(layout, layout)
     model = make()
     with torch.no_grad():
         for p in model.parameters():
@@ -159,11 +169,27 @@ def places_of(make: Callable[[], nn.Module], layout: str, size: int) -> dict[str
 
 
 def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, a copy."""
+    whole = whole_of(tensor)
+    if whole is not None:
+        return whole.weight.clone()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def held(parameters: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The places of a rank's elements, and their values; who owns a parameter is the model's to say, not ``places``."""
+    found = {}
+    for name, p in parameters.items():
+        values, whole = local(p), whole_of(p)
+        at = places[name] if whole is None else torch.arange(values.numel()).view(values.shape)
+        found[name] = at, values
+    return found
+
+
 def piece(p: Tensor, places: Tensor, full: Tensor) -> Tensor:
-    """What of ``full`` this rank holds, placed as ``p``."""
+    """What of ``full`` this rank holds, placed as ``p``; all of it where that has an owner."""
+    if whole_of(p) is not None:
+        return full
     held = full.flatten()[places]
     if not isinstance(p, DTensor):
         return held

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from .cases import Held, Steps, alone, assert_equal
-from .layouts import local
+from .layouts import held
 from .test_resume import load, start, step
 from .world import ROOT, Worlds
 
@@ -59,14 +59,14 @@ def trained(rank: int, size: int, fault: str, folder: str) -> Held:
     elif fault in ("slow", "interrupted") and rank == 0:
         time.sleep(3)
     step(NEXT, optimizer, parameters, places, KEPT)
-    return {name: (places[name], local(p)) for name, p in parameters.items()}
+    return held(parameters, places)
 
 
 def resumed(rank: int, size: int, folder: str) -> Held:
     model, optimizer, parameters, places = start(NEXT, "fsdp", size)
     load(model, optimizer, folder)
     step(NEXT, optimizer, parameters, places, KEPT)
-    return {name: (places[name], local(p)) for name, p in parameters.items()}
+    return held(parameters, places)
 
 
 def test_a_killed_rank_ends_all_and_the_checkpoint_resumes(worlds: Worlds, tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dmuon_tune.runtime import Muon
+from dmuon_tune.runtime.distributed.whole import weight_of
 
 from .cases import Held, Steps, alone, assert_equal
-from .layouts import LAYOUTS, local, named, parallel, piece, places_of
+from .layouts import LAYOUTS, held, named, parallel, piece, places_of
 from .world import Worlds
 
 BEFORE, AFTER = 2, 2
@@ -50,7 +51,7 @@ def saved(rank: int, size: int, layout: str, plan: Steps, folder: str, **options
 def load(model: nn.Module, optimizer: Muon, folder: str, no_dist: bool = False, **options: bool) -> None:
     with torch.no_grad():
         for p in model.parameters():
-            p.zero_()  # so that what is not restored shows
+            weight_of(p).zero_()  # so that what is not restored shows
     how = StateDictOptions(**options)
     weights, state = get_state_dict(model, optimizer, options=how)
     restored: dict[str, Any] = {"model": weights, "optimizer": state}
@@ -64,7 +65,7 @@ def resumed(rank: int, size: int, layout: str, plan: Steps, folder: str, options
     model, optimizer, parameters, places = start(plan, layout, size)
     load(model, optimizer, folder, **options)
     step(plan, optimizer, parameters, places, BEFORE)
-    return {name: (places[name], local(p)) for name, p in parameters.items()}
+    return held(parameters, places)
 
 
 def reloaded(rank: int, size: int, layout: str, plan: Steps, through: str) -> Held:
@@ -74,7 +75,7 @@ def reloaded(rank: int, size: int, layout: str, plan: Steps, through: str) -> He
     other, restored, others, _ = start(plan, layout, size)
     with torch.no_grad():
         for name, p in others.items():
-            p.copy_(parameters[name])
+            weight_of(p).copy_(weight_of(parameters[name]))
     if through == "whole":
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_optimizer_state_dict(model, optimizer, options=options)
@@ -88,7 +89,7 @@ def reloaded(rank: int, size: int, layout: str, plan: Steps, through: str) -> He
             own = torch.load(file, weights_only=False)
         restored.load_state_dict(own)
     step(plan, restored, others, places, BEFORE)
-    return {name: (places[name], local(p)) for name, p in others.items()}
+    return held(others, places)
 
 
 def plans(plan: Steps) -> tuple[Steps, Steps, dict[str, Tensor]]:

@@ -1,0 +1,108 @@
+"""Which parameters of a model are dedicated, what units use them, and what of that cannot be."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dmuon_tune import checks
+from dmuon_tune.errors import UsageError
+
+from ..blocks import Split, blocks_of
+from ..distributed.whole import whole_of
+from ..parameters import groups_of, splits_of
+from .owners import Candidate
+
+REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+ROOT = "the model itself"  # as a unit
+
+
+def candidates_of(
+    model: nn.Module, include: Sequence[str], exclude: Sequence[str],
+    splits: Mapping[str, Sequence[int] | Split] | None, flatten: Sequence[str],
+) -> dict[nn.Parameter, Candidate]:
+    """The matrices that need a gradient, as ``Muon`` finds them; UsageError, by name, for what cannot have an owner."""
+    for option, patterns in (("include", include), ("exclude", exclude), ("flatten", flatten)):
+        checks.strings(option, patterns, "patterns")
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names[p].append(name)
+    found = {}
+    groups, _ = groups_of(model, include, exclude, flatten, splits_of(splits))
+    for group in groups:
+        for name, p in group["params"] if group["use_muon"] else ():
+            if p.requires_grad:
+                reason = _unsuitable(p, names[p])
+                if reason is not None:
+                    raise UsageError(f"{name}: {reason}")
+                found[p] = Candidate(name, p.dtype, tuple(blocks_of(p, group, name).shapes(p)))
+    if not found:
+        raise UsageError(f"{type(model).__name__} has no matrices to dedicate; use fully_shard alone")
+    return found
+
+
+def _unsuitable(p: nn.Parameter, names: Sequence[str]) -> str | None:
+    if whole_of(p) is not None:
+        return "it is dedicated already; call dedicate once"
+    if isinstance(p, DTensor):
+        return (
+            "it is a DTensor: call dedicate before fully_shard; what tensor parallelism has cut stays with "
+            "fully_shard and Muon alone"
+        )
+    if len(names) > 1:
+        return f"it is tied to {', '.join(names[1:])}; leave it to fully_shard by exclude=, for dedicate and Muon"
+    if p.is_meta:
+        return "it is on the meta device; materialize the model before dedicate"
+    return None
+
+
+def dtypes_of(
+    found: Mapping[nn.Parameter, Candidate], compute: torch.dtype | None, reduce: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """That of computation and that of sums; UsageError where they cannot be told, or sums would overflow."""
+    dtypes = {p.dtype for p in found}
+    if compute is None and len(dtypes) > 1:
+        raise UsageError(f"matrices are of {' and '.join(sorted(map(str, dtypes)))}; give param_dtype")
+    compute = compute or next(iter(dtypes))
+    reduce = reduce or compute
+    if reduce not in REDUCE_DTYPES:
+        raise UsageError(f"gradients cannot be averaged in {reduce}; give reduce_dtype=torch.float32")
+    return compute, reduce
+
+
+def units_of(
+    model: nn.Module, given: Iterable[nn.Module] | None, found: Mapping[nn.Parameter, Candidate]
+) -> list[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """(Name, module, its parameters) of each unit that has some, in the order in which they run; first, of the model
+    itself, what is in no other."""
+    named = dict(_entries(model)) if given is None else _named(model, given)
+    innermost: dict[nn.Parameter, str] = {}
+    for name, module in sorted(named.items(), key=lambda each: each[0].count(".")):
+        innermost |= {p: name for p in module.parameters() if p in found}
+    parts: dict[str, list[nn.Parameter]] = {ROOT: [], **{name: [] for name in named}}
+    for p in found:
+        parts[innermost.get(p, ROOT)].append(p)
+    return [(name, named.get(name, model), some) for name, some in parts.items() if some]
+
+
+def _entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The entries of the outermost ModuleLists and Sequentials."""
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for name, child in module.named_children():
+        if is_list:
+            yield prefix + name, child
+        else:
+            yield from _entries(child, f"{prefix}{name}.")
+
+
+def _named(model: nn.Module, given: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    names = {module: name for name, module in model.named_modules()}
+    units = checks.each_of("units", given, nn.Module)
+    for unit in units:
+        if unit not in names or unit is model:
+            raise UsageError(f"units: {type(unit).__name__} is no part of the model; give modules inside it")
+    return {names[unit]: unit for unit in units}

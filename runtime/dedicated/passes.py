@@ -1,0 +1,280 @@
+"""Forward and backward of a model with dedicated matrices: what comes, goes and is summed when, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmuon_tune.errors import UsageError
+
+from ..distributed.control import Control
+from ..eager import uncompiled
+from ..phases import phase
+from .carrier import Carrier, Sum
+from .unit import Unit
+
+AHEAD = 1  # units that come while one is used
+
+
+@dataclass
+class Backward:
+    """One under way: units whose weights are still to come and those whose gradients are to go, in order; ``expected``
+    says of each how many gradients make it complete."""
+
+    coming: deque[Unit]
+    going: deque[Unit]
+    expected: dict[Unit, int]
+    sums: list[tuple[Unit, Sum]]
+
+
+class Passes:
+    """Hooks the ``units`` of ``model``, (unit, module) in the order in which they run.
+
+    Which transfers there are, and in which order, does not depend on what a rank's modules do: in a forward all units
+    that are not here come in this order, in a backward in the reverse, and gradients go in the reverse. A module that
+    runs earlier lets those before it come, and one that does not run is given its weights for nothing. Only what runs
+    once more, after its weights are gone, asks the others whether they do so too.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[tuple[Unit, nn.Module]], carrier: Carrier, control: Control
+                 ) -> None:
+        self.reduces = True  # at the end of a backward, or not yet
+        self._units = [unit for unit, _ in units]
+        self._place = {unit: place for place, unit in enumerate(self._units)}
+        self._root = next((unit for unit, module in units if module is model), None)
+        self._carrier, self._control = carrier, control
+        self._forward: deque[Unit] | None = None  # units still to come in the forward under way
+        self._backward: Backward | None = None
+        self._transfers = 0  # so far, which ranks compare
+        model.register_forward_pre_hook(self._enter, prepend=True)
+        for unit, module in units:
+            if module is not model:
+                module.register_forward_pre_hook(partial(self._use, unit))
+                module.register_forward_hook(partial(self._used, unit))
+            for place, member in enumerate(unit.members):
+                member.p.register_hook(partial(self._comes, unit, place))
+                member.p.register_post_accumulate_grad_hook(partial(self._came, unit, place))
+        model.register_forward_hook(self._leave)
+
+    def release(self) -> None:
+        """Take all weights back."""
+        for unit in self._units:
+            if unit.is_here:
+                self._carrier.release(unit)
+
+    def settle(self) -> None:
+        """End what was broken off by an exception: what other ranks may have done of it is done, the rest void."""
+        if self._forward is not None:
+            self._come(self._forward)
+            self._forward = None
+            self.release()
+        if self._backward is not None:
+            for _, sum_ in self._backward.sums:
+                sum_.wait()
+            self._backward = None
+            for unit in self._units:
+                unit.sums.forget()
+            self.release()
+
+    @uncompiled
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if _in_backward():
+            self._begin_backward()
+            return
+        self.settle()
+        self._control.agree(f"forward after {self._transfers} transfers")
+        self._forward = deque(unit for unit in self._units if not unit.is_here)
+        for _ in range(min(1 + AHEAD, len(self._forward))):
+            self._fetch(self._forward.popleft())
+        if self._root is not None:
+            self._need(self._root, self._forward)
+
+    @uncompiled
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if _in_backward() or self._forward is None:
+            return
+        self._come(self._forward)
+        self._forward = None
+        stays = torch.is_grad_enabled()
+        for unit in self._units:
+            if unit.is_here and not (stays and unit.stays):
+                self._carrier.release(unit)
+        if stays:
+            for tensor in _differentiable(output):
+                tensor.register_hook(self._reaches_root)
+
+    @uncompiled
+    def _use(self, unit: Unit, module: nn.Module, arguments: Any) -> None:
+        if _in_backward():  # recomputes
+            self._reaches(unit, None)
+        else:
+            self._need(unit, self._forward)
+
+    @uncompiled
+    def _used(self, unit: Unit, module: nn.Module, arguments: Any, output: Any) -> None:
+        if _in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._carrier.release(unit)
+            return
+        if not unit.stays:
+            self._carrier.release(unit)
+        for tensor in _differentiable(output):
+            tensor.register_hook(partial(self._reaches, unit))
+
+    def _need(self, unit: Unit, order: deque[Unit] | None) -> None:
+        """Let a unit's weights come, those before it with them, and the next ones behind."""
+        if not unit.is_here:
+            if order is not None and unit in order:
+                while not unit.is_here:
+                    self._fetch(order.popleft())
+            else:
+                self._control.agree(f"weights of {unit.name} once more, after {self._transfers} transfers")
+                self._fetch(unit)
+        while order and abs(self._place[order[0]] - self._place[unit]) <= AHEAD:
+            self._fetch(order.popleft())
+        self._carrier.wait(unit)
+
+    def _come(self, order: deque[Unit]) -> None:
+        """All that have not come, for the other ranks' sake."""
+        while order:
+            self._fetch(order.popleft())
+
+    def _fetch(self, unit: Unit) -> None:
+        with phase(f"weights of {unit.name}"):
+            self._transfers += 1
+            self._carrier.fetch(unit)
+
+    @uncompiled
+    def _reaches_root(self, gradient: Tensor) -> None:
+        self._begin_backward()
+
+    @uncompiled
+    def _reaches(self, unit: Unit, gradient: Tensor | None) -> None:
+        backward = self._begin_backward()
+        self._need(unit, backward.coming)
+
+    def _begin_backward(self) -> Backward:
+        if self._backward is None:
+            expected = {unit: sum(member.p.requires_grad for member in unit.members) for unit in self._units}
+            self._backward = Backward(
+                deque(unit for unit in reversed(self._units) if not unit.is_here),
+                deque(unit for unit in reversed(self._units) if expected[unit]), expected, [],
+            )
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return self._backward
+
+    @uncompiled
+    def _comes(self, unit: Unit, place: int, gradient: Tensor) -> None:
+        """A gradient is complete, before autograd adds it."""
+        member = unit.members[place]
+        backward = self._begin_backward()
+        if unit in backward.expected and unit not in backward.going and self.reduces:
+            raise UsageError(
+                f"{member.whole.name}: another gradient came after those of {unit.name} were summed over the ranks; "
+                "checkpoint activations with use_reentrant=False"
+            )
+        unit.sums.hold(place, member.p.grad)
+        member.p.grad = None
+
+    @uncompiled
+    def _came(self, unit: Unit, place: int, p: Tensor) -> None:
+        backward, gradient = self._begin_backward(), p.grad
+        assert gradient is not None
+        unit.sums.add(place, gradient)
+        p.grad = None
+        if len(unit.sums.fresh) < backward.expected[unit]:
+            return
+        if len(unit.sums.fresh) == len(unit.members):
+            self._carrier.release(unit)  # what has given the gradients of all has read all of them
+        going = backward.going
+        while self.reduces and going and len(going[0].sums.fresh) >= backward.expected[going[0]]:
+            self._reduce(going.popleft(), backward)
+
+    def _reduce(self, unit: Unit, backward: Backward) -> None:
+        with phase(f"gradients of {unit.name}"):
+            self._transfers += 1
+            backward.sums.append((unit, self._carrier.reduce(unit, unit.sums.taken(len(unit.members)))))
+
+    def _end_backward(self) -> None:
+        backward = self._backward
+        assert backward is not None
+        self._come(backward.coming)
+        self.release()
+        if self.reduces:
+            self._deliver(backward, self._agreed(backward))
+        else:
+            self._mark()
+        self._backward = None
+
+    def _agreed(self, backward: Backward) -> dict[Unit, list[int]]:
+        """The places of those that have a gradient on any rank, by unit; collective."""
+        for unit in self._units:
+            for place in unit.sums.waiting - unit.sums.fresh:
+                if unit.members[place].p.grad is None:  # dropped meanwhile
+                    unit.sums.waiting.discard(place)
+        flags = [place in unit.sums.waiting for unit in self._units for place in range(len(unit.members))]
+        what = f"backward after {self._transfers - len(backward.sums)} transfers of weights"
+        found = iter(self._control.agree(what, flags))
+        return {unit: [place for place, flag in zip(range(len(unit.members)), found, strict=False) if flag]
+                for unit in self._units}
+
+    def _deliver(self, backward: Backward, given: dict[Unit, list[int]]) -> None:
+        """Sum what has not been summed, and give every parameter its gradient: the owner's, or the mark of it."""
+        for unit in backward.going:
+            if given[unit]:
+                self._reduce(unit, backward)
+        for unit, sum_ in backward.sums:
+            own = self._own(unit, sum_.wait())
+            for place in given[unit]:
+                member, before = unit.members[place], unit.sums.before.get(place)
+                before = member.p.grad if before is None else before
+                gradient = own.get(place, member.whole.mark)
+                if place in own and before is not None and before is not member.whole.mark:
+                    gradient = before.add_(gradient)
+                member.p.grad = gradient
+            unit.sums.forget()
+
+    def _own(self, unit: Unit, segment: Tensor) -> dict[int, Tensor]:
+        """What a reduction has brought to this owner, in its weights' dtype."""
+        wholes = {place: unit.members[place].whole for place in unit.own}
+        own = unit.sums.packing.own(segment, self._control.rank, unit.own)
+        return {place: gradient.to(wholes[place].weight.dtype) for place, gradient in own.items()}
+
+    def _mark(self) -> None:
+        """Parameters whose gradients wait show that they have one."""
+        for unit in self._units:
+            for place in unit.sums.fresh:
+                member, before = unit.members[place], unit.sums.before.get(place)
+                member.p.grad = member.whole.mark if before is None else before
+            unit.sums.fresh.clear()
+            unit.sums.before.clear()
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs a backward, in which modules recompute what they did."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _differentiable(output: Any) -> Iterator[Tensor]:
+    """The tensors of a module's output that a backward may begin with."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif is_dataclass(output):
+        yield from _each(getattr(output, field.name) for field in fields(output))
+    elif isinstance(output, dict):
+        yield from _each(output.values())
+    elif isinstance(output, list | tuple):
+        yield from _each(output)
+
+
+def _each(outputs: Iterable[Any]) -> Iterator[Tensor]:
+    for output in outputs:
+        yield from _differentiable(output)

@@ -1,0 +1,149 @@
+"""A unit: the dedicated matrices that a module uses, where their weights come to lie, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.whole import Whole
+
+ALIGNED_BYTES = 256  # where a matrix begins, as kernels want it; PyTorch's allocator aligns twice as much
+
+
+class Member(NamedTuple):
+    whole: Whole
+    p: nn.Parameter
+
+
+class Packing:
+    """Where matrices lie in one flat buffer: by owner, one segment each, so that one transfer brings an owner's."""
+
+    def __init__(self, members: Sequence[Member], ranks: int, itemsize: int) -> None:
+        step = ALIGNED_BYTES // itemsize
+        room = [-(-member.p.numel() // step) * step for member in members]
+        # Each has a segment: whether a backend carries none of nothing is not to matter.
+        by_owner = [[place for place, member in enumerate(members) if member.whole.owner == rank]
+                    for rank in range(ranks)]
+        self.sizes = [sum(room[place] for place in places) or step for places in by_owner]
+        self.numel = sum(self.sizes)
+        begins = list(accumulate(self.sizes, initial=0))
+        self._segments = [slice(begin, end) for begin, end in zip(begins, begins[1:], strict=False)]
+        self._spans: list[tuple[int, torch.Size]] = [(0, torch.Size())] * len(members)
+        for begin, places in zip(begins, by_owner, strict=False):
+            for place in places:
+                self._spans[place] = begin, members[place].p.shape
+                begin += room[place]
+
+    def segments(self, flat: Tensor) -> list[Tensor]:
+        """An owner's part each, by rank."""
+        return [flat[segment] for segment in self._segments]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A matrix each."""
+        return [flat[begin : begin + shape.numel()].view(shape) for begin, shape in self._spans]
+
+    def own(self, segment: Tensor, rank: int, places: Sequence[int]) -> dict[int, Tensor]:
+        """The matrices at ``places``, all of ``rank``'s, in its segment alone."""
+        first = self._segments[rank].start
+        spans = {place: self._spans[place] for place in places}
+        return {place: segment[begin - first : begin - first + shape.numel()].view(shape)
+                for place, (begin, shape) in spans.items()}
+
+
+class Unit:
+    """``members`` are what the module ``name`` uses together; ``stays``: from forward to backward.
+
+    Their parameters are views of one buffer, whose memory is there only while it is used (:meth:`allocate`,
+    :meth:`free`), as that of FSDP2's. It is written to beside the parameters, whose versions stay.
+    """
+
+    def __init__(
+        self, name: str, members: Sequence[Member], dtype: torch.dtype, reduce_dtype: torch.dtype,
+        device: torch.device, rank: int, ranks: int, stays: bool,
+    ) -> None:
+        self.name, self.members, self.stays = name, list(members), stays
+        self.packing = Packing(members, ranks, dtype.itemsize)
+        self.flat = torch.empty(self.packing.numel, dtype=dtype, device=device)
+        self.segments = self.packing.segments(self.flat)
+        views = self.packing.views(self.flat)
+        self.own = [place for place, member in enumerate(members) if member.whole.owner == rank]
+        self._own_views = [views[place] for place in self.own]
+        for member, view in zip(members, views, strict=True):
+            member.p.grad = None
+            member.p.grad_dtype = None  # the owner's is of the master's dtype
+            member.p.data = view
+        self._storage = self.flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._storage.resize_(0)
+        self.sums = Sums(members, reduce_dtype, device, ranks)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether there is memory for the weights, and they are in it or on their way."""
+        return self._storage.nbytes() > 0
+
+    def allocate(self) -> None:
+        self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+    def fill(self) -> None:
+        """Write what this rank owns, in the dtype of computation."""
+        if self.own:
+            torch._foreach_copy_(self._own_views, [self.members[place].whole.weight for place in self.own])
+
+
+class Sums:
+    """The gradients of a unit's matrices on this rank, packed by owner while they are not reduced.
+
+    ``fresh`` are the places of those that came in this backward, ``waiting`` of those that are in the buffer,
+    ``before`` what each one's ``.grad`` was when it came.
+    """
+
+    def __init__(self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+        self.dtype, self.packing = dtype, Packing(members, ranks, dtype.itemsize)
+        self.fresh: set[int] = set()
+        self.waiting: set[int] = set()
+        self.before: dict[int, Tensor | None] = {}
+        self.buffer: Tensor | None = None
+        self._device = device
+        self._views: list[Tensor] = []
+
+    def hold(self, place: int, before: Tensor | None) -> None:
+        """A gradient is about to come to a parameter whose ``.grad`` is ``before``: without one, earlier are void."""
+        if place not in self.fresh:
+            self.before[place] = before
+            if before is None:
+                self.waiting.discard(place)
+
+    def add(self, place: int, gradient: Tensor) -> None:
+        if self.buffer is None:
+            self.buffer = torch.empty(self.packing.numel, dtype=self.dtype, device=self._device)
+            self._views = self.packing.views(self.buffer)
+        if place in self.waiting:
+            self._views[place].add_(gradient)
+        else:
+            self._views[place].copy_(gradient)
+        self.fresh.add(place)
+        self.waiting.add(place)
+
+    def taken(self, count: int) -> Tensor:
+        """The buffer, zeros for those of ``count`` that have not come; a new one is made for what comes later."""
+        if self.buffer is None:
+            self.buffer = torch.zeros(self.packing.numel, dtype=self.dtype, device=self._device)
+        elif len(self.waiting) < count:
+            torch._foreach_zero_([self._views[place] for place in range(count) if place not in self.waiting])
+        found, self.buffer, self._views = self.buffer, None, []
+        return found
+
+    def forget(self) -> None:
+        """What has come is void."""
+        self.fresh.clear()
+        self.waiting.clear()
+        self.before.clear()
+        self.buffer, self._views = None, []

@@ -1,0 +1,76 @@
+"""Parameters that one rank, their owner, keeps whole and the others not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..ownership import Assignment
+
+ATTRIBUTE = "_dmuon_tune_whole"  # of the parameter
+
+
+class Keeper(Protocol):
+    """The model that such parameters are part of; ``assignment``: of these, in its order."""
+
+    assignment: Assignment
+
+    def release(self) -> None:
+        """Owners' weights are about to change: what modules have been given of them is void."""
+        ...
+
+    def set_reduces(self, now: bool) -> None:
+        """Whether a backward ends with gradients summed over the ranks."""
+        ...
+
+    def unreduced(self) -> str | None:
+        """The name of a parameter whose gradient is not summed over the ranks yet."""
+        ...
+
+    def spread(self, whole: Whole, value: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """What the owner has of a parameter, its weight or momentum, as a checkpoint has it; collective."""
+        ...
+
+    def collect(self, whole: Whole, value: Tensor) -> Tensor | None:
+        """The reverse: the owner's tensor, None elsewhere; collective."""
+        ...
+
+
+@dataclass(eq=False)
+class Whole:
+    """Parameter ``name`` is ``owner``'s, a rank of ``group``. ``weight`` is what this rank keeps of it: there all of
+    it, elsewhere no row. ``mark`` is what its ``.grad`` is where the gradient itself is on the owner: zeros without
+    memory. ``updated``: a place in a stream behind which the weight is as the last step left it."""
+
+    name: str
+    owner: int
+    group: ProcessGroup
+    weight: Tensor
+    mark: Tensor
+    keeper: Keeper
+    is_here: bool
+    updated: torch.cuda.Event | None = None
+
+
+def whole_of(tensor: Tensor) -> Whole | None:
+    """What is known of a parameter that has an owner; None for all other tensors."""
+    found: Whole | None = getattr(tensor, ATTRIBUTE, None)
+    return found
+
+
+def weight_of(p: Tensor) -> Tensor:
+    """What this rank keeps of a parameter that has an owner; any other one itself."""
+    whole = whole_of(p)
+    return p if whole is None else whole.weight
+
+
+def keepers_of(module: nn.Module) -> list[Keeper]:
+    """The models of which some of a module's parameters are kept whole."""
+    wholes = (whole_of(p) for p in module.parameters())
+    return list(dict.fromkeys(whole.keeper for whole in wholes if whole is not None))

@@ -1,0 +1,66 @@
+"""What an optimizer does with parameters that have an owner: checks them, and brings their momenta to checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon_tune.errors import UsageError
+
+from ..parameters import name_of
+from .pieces import Matrix, cut
+from .whole import Keeper, Whole, whole_of
+
+if TYPE_CHECKING:
+    from ..muon import Muon
+
+
+def keepers_of(optimizer: Muon) -> list[Keeper]:
+    """The models of which some parameters have owners; UsageError, by name, where others are not what they must be."""
+    keepers: dict[Keeper, None] = {}
+    for group in optimizer.param_groups:
+        keepers |= {whole.keeper: None for whole in map(whole_of, group["params"]) if whole is not None}
+    for index, group in enumerate(optimizer.param_groups if keepers else ()):
+        for position, p in enumerate(group["params"]):
+            whole = whole_of(p)
+            if whole is not None and not group["use_muon"]:
+                raise UsageError(
+                    f"{name_of(group, index, position)} is dedicated, and AdamW's here; give dedicate and Muon the same "
+                    "include, exclude and flatten"
+                )
+            if whole is None and p.requires_grad and not isinstance(p, DTensor):
+                raise UsageError(
+                    f"{name_of(group, index, position)} is neither dedicated nor sharded; call fully_shard(model, "
+                    "ignored_params=dedicated) before the optimizer is made"
+                )
+    return list(keepers)
+
+
+def check_reduced(keepers: Sequence[Keeper]) -> None:
+    """UsageError where a gradient is not summed over the ranks."""
+    for keeper in keepers:
+        name = keeper.unreduced()
+        if name is not None:
+            raise UsageError(f"{name}: its gradient was added up in no_sync alone; run a step's last backward outside")
+
+
+def spread(whole: Whole, matrices: Sequence[Matrix], momenta: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
+    """A parameter's momentum as a checkpoint has it, of those that its owner has by block; collective."""
+    value = None
+    if whole.is_here:
+        value = torch.empty(whole.mark.shape, dtype=dtype, device=whole.weight.device)
+        for matrix in matrices:
+            cut(value, matrix.box).copy_(matrix.boxed(momenta[matrix.block]))
+    return whole.keeper.spread(whole, value, dtype)
+
+
+def collect(whole: Whole, matrices: Sequence[Matrix], value: Tensor) -> dict[int, Tensor]:
+    """The reverse: momenta by block on the owner, none elsewhere; collective."""
+    full = whole.keeper.collect(whole, value)
+    if full is None:
+        return {}
+    return {matrix.block: matrix.flat(cut(full, matrix.box)).clone() for matrix in matrices}
