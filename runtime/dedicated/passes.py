@@ -153,7 +153,9 @@ class Passes:
 
     @uncompiled
     def _reaches_root(self, gradient: Tensor) -> None:
-        self._begin_backward()
+        backward = self._begin_backward()
+        if self._root is not None:
+            self._need(self._root, backward.coming)
 
     @uncompiled
     def _reaches(self, unit: Unit, gradient: Tensor | None) -> None:
@@ -163,9 +165,11 @@ class Passes:
     def _begin_backward(self) -> Backward:
         if self._backward is None:
             expected = {unit: sum(member.p.requires_grad for member in unit.members) for unit in self._units}
+            last_first = self._units[::-1]
+            coming = sorted(last_first, key=lambda unit: unit is not self._root)  # whose weights all may use
             self._backward = Backward(
-                deque(unit for unit in reversed(self._units) if not unit.is_here),
-                deque(unit for unit in reversed(self._units) if expected[unit]), expected, [],
+                deque(unit for unit in coming if not unit.is_here), deque(unit for unit in last_first if expected[unit]),
+                expected, [],
             )
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
