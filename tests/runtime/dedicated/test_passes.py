@@ -1,0 +1,211 @@
+"""What is where between and during passes, and ranks whose modules do not do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from dmuon_tune.errors import PeerError, UsageError
+from dmuon_tune.runtime import Muon, no_sync
+from dmuon_tune.runtime.distributed.control import Control
+from dmuon_tune.runtime.distributed.whole import whole_of
+
+from ..distributed.world import Worlds
+from .stack import LAYERS, WIDTH, Stack, dedicated, loss_of
+
+
+def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if whole_of(p) is not None}
+
+
+def here(model: Stack) -> list[int]:
+    """The blocks whose weights have memory."""
+    return [place for place, block in enumerate(model.blocks) if block.weight.untyped_storage().nbytes()]
+
+
+def memory(rank: int, size: int) -> tuple[list[list[int]], int]:
+    """The blocks that are here as each block runs and as it gets its gradient; elements that this rank keeps."""
+    model, seen = dedicated(size), list[list[int]]()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: seen.append(here(model)))
+        block.weight.register_hook(lambda _: seen.append(here(model)))
+    optimizer = Muon(model, verbose=False)
+    for step in range(2):
+        seen.clear()
+        loss = loss_of(model, step)
+        assert here(model) == [LAYERS - 1], "the last one stays"
+        loss.backward()
+        gradients = {name: p.grad for name, p in matrices(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not here(model) and not model.mixer.weight.untyped_storage().nbytes()
+    wholes = [whole_of(p) for p in matrices(model).values()]
+    for p, whole, gradient in zip(matrices(model).values(), wholes, gradients.values(), strict=True):
+        assert p.shape == (WIDTH, WIDTH) and whole.weight.numel() == (WIDTH * WIDTH if whole.is_here else 0)
+        assert gradient.untyped_storage().nbytes() >= 4 * WIDTH * WIDTH if whole.is_here else gradient.stride() == (0, 0)
+        assert sum(each.numel() for each in optimizer.state[p]["owned"].values()) == whole.weight.numel()
+    return seen, sum(whole.weight.numel() for whole in wholes)
+
+
+def test_weights_are_here_only_while_they_are_used(worlds: Worlds) -> None:
+    found = worlds(3).run(memory)
+    assert sum(kept for _, kept in found) == (LAYERS + 1) * WIDTH * WIDTH
+    forward = [[place, place + 1] for place in range(LAYERS - 1)] + [[LAYERS - 1]]
+    backward = [[place - 1, place] for place in range(LAYERS - 1, 0, -1)] + [[0]]
+    for seen, kept in found:
+        assert seen == forward + backward
+        assert kept == 2 * WIDTH * WIDTH
+
+
+def sent(rank: int, size: int) -> tuple[list[str], int]:
+    """What ranks tell each other in a step, and how many collectives of PyTorch's there are in it."""
+    model = dedicated(size)
+    optimizer = Muon(model, verbose=False)
+    told: list[str] = []
+    post = Control.post
+    for step in range(3):
+        loss_of(model, step).backward()
+        told.clear()
+        Control.post = lambda self, start, what: told.append(what) or post(self, start, what)  # type: ignore[method-assign]
+        try:
+            with CommDebugMode() as counted:
+                optimizer.step()
+        finally:
+            Control.post = post  # type: ignore[method-assign]
+        optimizer.zero_grad()
+    return told, counted.get_total_counts()
+
+
+def test_a_step_sends_no_weight_and_no_gradient(worlds: Worlds) -> None:
+    for told, collectives in worlds(2).run(sent):
+        assert told == ["gradients"], "one message of 4 KiB in which ranks agree on the step"
+        assert collectives == 0
+
+
+def averaged(runs: Sequence[Sequence[int]], steps: int) -> dict[str, Tensor]:
+    """The weights that one process moves by the mean of what each rank's gradients are; none of a rank's is 0."""
+    model = Stack()
+    optimizer = Muon(model, verbose=False)
+    for step in range(steps):
+        for rank, blocks in enumerate(runs):
+            model.runs = blocks
+            (loss_of(model, step * len(runs) + rank) / len(runs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def apart(rank: int, size: int, runs: Sequence[Sequence[int]], steps: int) -> dict[str, Tensor]:
+    model = dedicated(size)
+    model.runs = runs[rank]
+    optimizer = Muon(model, verbose=False)
+    for step in range(steps):
+        loss_of(model, step * size + rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("runs", [
+    ([0, 1, 2, 3, 4], [0, 2, 3, 4]), ([0, 1], [1, 2, 3]), ([3, 2, 1], [1, 2, 4]), ([0, 1, 4], [0, 1, 4]), ([], [0, 1]),
+], ids=str)
+def test_blocks_that_run_on_some_ranks_only_or_in_another_order(worlds: Worlds, runs: tuple[list[int], list[int]]
+                                                                 ) -> None:
+    wanted = averaged(runs, 3)
+    for found in worlds(2).run(apart, runs, 3):
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def once_more(rank: int, size: int) -> str:
+    """Rank 0 alone runs a block again whose weights are gone."""
+    model = dedicated(size, timeout=3.0)
+    model.runs = [0, 1, 2, 0, 3, 4] if rank == 0 else range(LAYERS)
+    with pytest.raises(PeerError) as raised:
+        loss_of(model, 0).backward()
+    return str(raised.value)
+
+
+def test_a_block_that_runs_twice_on_one_rank_is_an_error_on_all(worlds: Worlds) -> None:
+    told = worlds(2).run(once_more)
+    assert "weights of blocks.0 once more" in told[0], told
+
+
+def raised_alone(rank: int, size: int) -> str:
+    """A forward that raises on rank 0 alone, which goes on with the next one."""
+    model = dedicated(size, timeout=3.0)
+    with pytest.raises((PeerError, ZeroDivisionError)) as raised:
+        if rank == 0:
+            handle = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, 0)
+            handle.remove()
+        loss_of(model, 0).backward()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_forward_that_breaks_off_on_one_rank_ends_all(worlds: Worlds) -> None:
+    for told in worlds(2).run(raised_alone):
+        assert told.startswith("PeerError: ")
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in its backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+def broken_backward(rank: int, size: int) -> dict[str, Tensor]:
+    model = dedicated(size)
+    optimizer = Muon(model, verbose=False)
+    handle = model.blocks[2].register_forward_hook(lambda module, given, result: Breaks.apply(result))
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 99).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    loss_of(model, rank).backward()
+    optimizer.step()
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def test_a_backward_that_breaks_off_on_all_ranks_leaves_nothing(worlds: Worlds) -> None:
+    wanted = averaged([range(LAYERS)] * 2, 1)
+    for found in worlds(2).run(broken_backward):
+        for name, value in found.items():
+            if "blocks" in name or "mixer" in name:  # what FSDP2 leaves of its gradients is its own
+                torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def not_reduced(rank: int, size: int) -> None:
+    model = dedicated(size)
+    optimizer = Muon(model, verbose=False)
+    before = model.blocks[0].weight.grad
+    with no_sync(model):
+        loss_of(model, 0).backward()
+    assert before is None and model.blocks[0].weight.grad is not None
+    with pytest.raises(UsageError, match="added up in no_sync alone"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    first = [p.grad.clone() for p in matrices(model).values()]
+    optimizer.zero_grad()
+    for _ in range(2):  # and what was dropped before takes no part
+        with no_sync(model):
+            loss_of(model, 0).backward()
+        optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    assert all(map(torch.equal, first, (p.grad for p in matrices(model).values())))
+
+
+def test_a_step_needs_gradients_of_all_ranks(worlds: Worlds) -> None:
+    worlds(2).run(not_reduced)

@@ -1,0 +1,151 @@
+"""What cannot be dedicated is refused by name, on every rank, in one line that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from dmuon_tune.errors import DmuonTuneError, PeerError, UsageError
+from dmuon_tune.runtime import Muon, dedicate, no_sync
+
+from ..distributed.layouts import TENSOR_PARALLEL, Layer, mesh_of
+from ..distributed.world import Worlds
+from .stack import Stack, dedicated
+
+
+def tied(rank: int, size: int) -> None:
+    model = Stack()
+    model.blocks[3].weight = model.mixer.weight
+    dedicate(model, mesh_of("fsdp", size))
+
+
+def sharded_first(rank: int, size: int) -> None:
+    dedicate(fully_shard(Stack(), mesh=mesh_of("fsdp", size)), mesh_of("fsdp", size))
+
+
+def tensor_parallel(rank: int, size: int) -> None:
+    model = nn.ModuleList([Layer(50)])
+    parallelize_module(model[0], mesh_of("fsdp", size), dict(TENSOR_PARALLEL))
+    dedicate(model, mesh_of("fsdp", size))
+
+
+def on_meta(rank: int, size: int) -> None:
+    dedicate(nn.Linear(8, 8, device="meta"), mesh_of("fsdp", size))
+
+
+def twice(rank: int, size: int) -> None:
+    dedicate(dedicated(size), mesh_of("fsdp", size))
+
+
+def without_matrices(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), exclude=("*",))
+
+
+def in_half(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), param_dtype="float16")
+
+
+def of_two_dtypes(rank: int, size: int) -> None:
+    model = Stack()
+    model.mixer.bfloat16()
+    dedicate(model, mesh_of("fsdp", size))
+
+
+def no_part(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), units=[nn.Linear(2, 2)])
+
+
+def on_one_rank(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), exclude=("mixer.*",) if rank else ())
+
+
+def rest_is_whole(rank: int, size: int) -> None:
+    model = Stack()
+    dedicate(model, mesh_of("fsdp", size))
+    Muon(model, verbose=False).plan()
+
+
+def others_for_muon(rank: int, size: int) -> None:
+    Muon(dedicated(size), exclude=("mixer.*",), verbose=False).plan()
+
+
+def not_dedicated(rank: int, size: int) -> None:
+    with no_sync(Stack()):
+        pass
+
+
+def of_another_shape(rank: int, size: int) -> None:
+    model = dedicated(size)
+    state = model.state_dict()
+    state["mixer.weight"] = torch.zeros(3, 4)
+    model.load_state_dict(state)
+
+
+def assigned(rank: int, size: int) -> None:
+    model = dedicated(size)
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def elsewhere(rank: int, size: int) -> None:
+    group = torch.distributed.new_group([0, 1])
+    Muon(dedicated(size), process_group=group, verbose=False)
+
+
+@pytest.mark.parametrize(("case", "said"), [
+    (tied, "mixer.weight: it is tied to blocks.3.weight|blocks.3.weight: it is tied to mixer.weight"),
+    (sharded_first, "blocks.0.weight: it is a DTensor: call dedicate before fully_shard"),
+    (tensor_parallel, "0.qkv.weight: it is a DTensor"), (on_meta, "weight: it is on the meta device"),
+    (twice, "blocks.0.weight: it is dedicated already"), (without_matrices, "Stack has no matrices to dedicate"),
+    (in_half, "averaged in torch.float16; give reduce_dtype=torch.float32"),
+    (of_two_dtypes, "matrices are of torch.bfloat16 and torch.float32; give param_dtype"),
+    (no_part, "units: Linear is no part of the model"), (on_one_rank, "dedicated matrices.*not the same on rank 1"),
+    (rest_is_whole, "'embedding.weight' is neither dedicated nor sharded; call fully_shard"),
+    (others_for_muon, "'mixer.weight' is dedicated, and AdamW's here"), (not_dedicated, "call dedicate first"),
+    (of_another_shape, r"mixer.weight is \(12, 12\), in the state dict \(3, 4\)"),
+    (assigned, "load it without assign=True"), (elsewhere, "process_group must be the ranks that"),
+], ids=lambda given: given.__name__ if callable(given) else "")
+def test_it_is_refused(worlds: Worlds, case: Callable[[int, int], None], said: str) -> None:
+    worlds(2).run(refused, case, said)
+
+
+def refused(rank: int, size: int, case: Callable[[int, int], None], said: str) -> None:
+    with pytest.raises(DmuonTuneError, match=said) as raised:
+        case(rank, size)
+    assert isinstance(raised.value, UsageError | PeerError) and "\n" not in str(raised.value)
+
+
+def loaded(rank: int, size: int) -> list[str]:
+    """Whole tensors on every rank, or on the first alone; shards, and those without a key."""
+    model = dedicated(size)
+    first = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    check(model, first)
+    more = {name: value + 1 for name, value in first.items()}
+    set_model_state_dict(model, dict(more), options=StateDictOptions(full_state_dict=True))
+    check(model, more)
+    least = {name: value - 1 for name, value in first.items()} if rank == 0 else {}
+    set_model_state_dict(model, least, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    check(model, {name: value - 1 for name, value in first.items()})
+    shards = dedicated(size).state_dict()
+    model.load_state_dict(shards)
+    check(model, first)
+    del shards["blocks.1.weight"]
+    found = model.load_state_dict(shards, strict=False)
+    with pytest.raises(RuntimeError, match="Missing key.*blocks.1.weight"):
+        model.load_state_dict(shards)
+    check(model, first)
+    return list(found.missing_keys)
+
+
+def check(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), wanted[name]), name
+
+
+def test_state_dicts_of_all_forms(worlds: Worlds) -> None:
+    assert worlds(2).run(loaded) == [["blocks.1.weight"]] * 2
