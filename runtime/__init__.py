@@ -16,6 +16,6 @@ from .plan import Plan, plan
 from .report import Report
 
 __all__ = [
-    "COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "Report", "Split", "clip_grad_norm_", "dedicate",
-    "no_sync", "plan",
+    "COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "Report", "Split", "clip_grad_norm_",
+    "dedicate", "no_sync", "plan",
 ]

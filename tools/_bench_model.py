@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmuon_tune.errors import UsageError
 from dmuon_tune.models import presets
+from dmuon_tune.runtime import dedicate
 from dmuon_tune.words import counted
 
 ROPE_BASE = 1e6  # Qwen2.5's config.json
@@ -168,14 +169,17 @@ def rotated(x: Tensor, rotation: Tensor) -> Tensor:
     return x * rotation[0] + torch.cat((-second, first), dim=-1) * rotation[1]
 
 
-def sharded(numbers: Numbers, mesh: DeviceMesh, device: torch.device, seed: int, recompute: bool) -> Decoder:
+def sharded(
+    numbers: Numbers, mesh: DeviceMesh, device: torch.device, seed: int, recompute: bool, dedicated: bool
+) -> Decoder:
     """The model of a seed, each block and the rest a group of FSDP2: fp32 shards, bf16 compute, gradients summed in
-    fp32."""
+    fp32; ``dedicated``: all of its matrices have owners."""
     torch.manual_seed(seed)  # every rank makes the whole model and keeps its shards
     with torch.device(device):
         model = Decoder(numbers, recompute)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    owned = dedicate(model, mesh, **dtypes) if dedicated else None
+    policy = MixedPrecisionPolicy(**dtypes)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=owned)
     return model

@@ -159,7 +159,7 @@ def gathered(shards: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tenso
 
 
 class OwnedMuon:
-    """Ours: each matrix orthogonalized once, on its owner."""
+    """Ours: each matrix orthogonalized once, on its owner, to whom the step brings it, or who keeps it."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         self.optimizer = Muon(
@@ -195,6 +195,7 @@ class OwnedMuon:
         return assignment, {each.group: (batches[each.group], each.us) for each in alone}
 
 
+DEDICATED = "dedicated"  # its model is another one
 Make = Callable[[nn.Module, Setting], Variant]
 # In the order that they are measured in: later ones are set in relation to the first two.
 VARIANTS: dict[str, tuple[str, Make]] = {
@@ -202,4 +203,5 @@ VARIANTS: dict[str, tuple[str, Make]] = {
     "gather-then-compute": ("Muon, gather-then-compute", GatheredMuon),
     "gather-each": ("the same, each matrix alone", MatrixByMatrix),
     "ours": ("Muon, ours", OwnedMuon),
+    DEDICATED: ("Muon, dedicated owners", OwnedMuon),
 }

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from _bench_model import RECOMPUTED_PARAMETERS, numbers_of, sharded, trainable
 from _bench_training import PROGRAM, Training, World, measure, timed_us
-from _bench_variants import VARIANTS, Setting, Variant
+from _bench_variants import DEDICATED, VARIANTS, Setting, Variant
 from _runner import Parser, check_writable, note, run
 from bench_ns import digits, names, versions
 from torch import Tensor
@@ -53,7 +53,7 @@ def train(
     """One variant from the seed's model to its figures; what it held is freed."""
     numbers = numbers_of(preset, options.layers)
     mesh = init_device_mesh(device.type, (world.size,))
-    model = sharded(numbers, mesh, device, options.seed, recomputes(preset, options))
+    model = sharded(numbers, mesh, device, options.seed, recomputes(preset, options), key == DEDICATED)
     if options.compile:
         for block in model.layers:
             block.body = torch.compile(block.body, fullgraph=True, dynamic=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,9 @@ SUMS_UNDER_WAY = 2  # units whose packed gradients are kept for a reduction at a
 # torch 2.13 renames both and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# A communicator takes memory of the device: all models on the same ranks share both.
+_groups: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = WeakKeyDictionary()
 
 
 class Sum(Protocol):
@@ -117,16 +122,18 @@ class OnStreams:
 
     def __init__(self, control: Control, device: torch.device) -> None:
         self._rank, self._ranks, self._device = control.rank, control.ranks, device
-        self._down_group, self._up_group = (
-            dist.new_group(
-                control.ranks, timedelta(seconds=control.timeout), "nccl", use_local_synchronization=True,
-                group_desc=f"dmuon_tune {what}",
-            ) for what in ("weights", "gradients")
-        )
+        if control.group not in _groups:
+            timeout = timedelta(seconds=control.timeout)
+            _groups[control.group] = tuple(
+                dist.new_group(
+                    control.ranks, timeout, "nccl", use_local_synchronization=True, group_desc=f"dmuon_tune {what}"
+                ) for what in ("weights", "gradients")
+            )
+        self._down_group, self._up_group = _groups[control.group]
         # As FSDP2's: copies before and after a transfer are not to wait behind products.
         self._down, self._up = (torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
         self._coming: dict[Unit, torch.cuda.Event] = {}
-        self._under_way: deque[_NcclSum] = deque()
+        self._under_way: deque[_Packed] = deque()
 
     def follow(self) -> None:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
@@ -159,7 +166,7 @@ class OnStreams:
     def reduce(self, unit: Unit, packed: Tensor) -> _NcclSum:
         current, segments = torch.cuda.current_stream(self._device), unit.sums.packing.segments(packed)
         while len(self._under_way) >= SUMS_UNDER_WAY:
-            self._under_way.popleft().finish(current)
+            self._under_way.popleft().release(current)
         # NCCL's mean is not to be trusted for one rank, as FSDP2 notes.
         mean = dist.ReduceOp.AVG if len(self._ranks) > 1 else dist.ReduceOp.SUM
         self._up.wait_stream(current)
@@ -169,9 +176,9 @@ class OnStreams:
                 _reduce_scatter(out, packed, op=mean, group=self._up_group)
             else:
                 dist.reduce_scatter(out, segments, op=mean, group=self._up_group)
-            found = _NcclSum(out, packed, self._up.record_event(), self._device)
-        self._under_way.append(found)
-        return found
+            kept = _Packed(packed, current, self._up.record_event())
+        self._under_way.append(kept)
+        return _NcclSum(out, kept, self._device)
 
     def spread(self, tensor: Tensor, owner: int, what: str) -> None:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
@@ -180,19 +187,27 @@ class OnStreams:
         torch.cuda.current_stream(self._device).wait_stream(self._down)
 
 
+@dataclass
+class _Packed:
+    """Gradients in memory of the stream ``home``, which another one reads until ``read``."""
+
+    tensor: Tensor | None
+    home: torch.cuda.Stream
+    read: torch.cuda.Event
+
+    def release(self, stream: torch.cuda.Stream) -> None:
+        """Give the memory back, and let ``stream`` too wait for what the other one does."""
+        for each in (self.home, stream):
+            self.read.wait(each)
+        self.tensor = None
+
+
 class _NcclSum:
-    """``packed`` is the current stream's memory, and kept until that has waited."""
-
-    def __init__(self, out: Tensor, packed: Tensor, event: Any, device: torch.device) -> None:
-        self._out, self._packed, self._event, self._device = out, [packed], event, device
-
-    def finish(self, stream: torch.cuda.Stream) -> None:
-        if self._packed:
-            self._event.wait(stream)
-            self._packed.clear()
+    def __init__(self, out: Tensor, packed: _Packed, device: torch.device) -> None:
+        self._out, self._packed, self._device = out, packed, device
 
     def wait(self) -> Tensor:
-        self.finish(torch.cuda.current_stream(self._device))
+        self._packed.release(torch.cuda.current_stream(self._device))
         return self._out
 
 

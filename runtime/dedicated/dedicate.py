@@ -40,14 +40,14 @@ def dedicate(
 ) -> set[nn.Parameter]:
     """Give each of the model's matrices an owner among the ranks of ``mesh``, which all call this together.
 
-    Returns the parameters, for ``fully_shard(..., ignored_params=)`` of the rest; then ``Muon(model)`` finds them. Which
-    they are is :class:`Muon`'s rule, with the same ``include``, ``exclude``, ``splits`` and ``flatten``, of those that
-    need a gradient. The owner keeps a weight as it is, and its momentum; all ranks have it in ``param_dtype`` (default:
-    its own) while ``units`` (default: the entries of ModuleLists and Sequentials), in the order in which they run, use
-    it. ``reshard_after_forward`` False keeps it until the backward. Gradients are averaged in ``reduce_dtype`` (default:
-    ``param_dtype``). ``layers``: the caches by whose costs owners are chosen; ``timeout``: seconds after which a wait
-    for other ranks ends in an error. docs/dedicated.md has the whole. Raises UsageError, by name, on all ranks, for
-    what cannot be dedicated.
+    Returns the parameters, for ``fully_shard(..., ignored_params=)`` of the rest; then ``Muon(model)`` finds them.
+    Which they are is :class:`Muon`'s rule, with the same ``include``, ``exclude``, ``splits`` and ``flatten``, of those
+    that need a gradient. The owner keeps a weight as it is, and its momentum; all ranks have it in ``param_dtype``
+    (default: its own) while ``units`` (default: the entries of ModuleLists and Sequentials), in the order in which they
+    run, use it. ``reshard_after_forward`` False keeps it until the backward. Gradients are averaged in ``reduce_dtype``
+    (default: ``param_dtype``). ``layers``: the caches by whose costs owners are chosen; ``timeout``: seconds after
+    which a wait for other ranks ends in an error. docs/dedicated.md has the whole. Raises UsageError, by name, on all
+    ranks, for what cannot be dedicated.
     """
     from torch.distributed.device_mesh import DeviceMesh  # these import DTensor, which one process does without
 

@@ -50,6 +50,7 @@ class DedicatedModel:
         self._carrier = carrier_for(control, device)
         self._carrier.follow()
         self._passes = Passes(model, units, self._carrier, control)
+        part: Any  # a module, whose methods have no types
         for part in model.modules():
             own = {name: members[p] for name, p in part._parameters.items() if p in members}
             if own:
@@ -83,17 +84,16 @@ class DedicatedModel:
                     return unit.members[place].whole.name
         return None
 
-    def spread(self, whole: Whole, value: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """A new DTensor of what the owner gives as ``value``; collective."""
-        shape, device = whole.mark.shape, whole.weight.device
-        full = torch.empty(shape, dtype=dtype, device=device) if value is None else value.to(dtype).contiguous()
+    def spread(self, whole: Whole, value: Tensor) -> Tensor:
+        """A new DTensor; see :class:`Keeper`."""
+        full = value if whole.is_here else value.new_empty(whole.mark.shape)
         self._carrier.spread(full, whole.owner, f"state of {whole.name}")
         shards, at = self._mesh.size(self._mesh.ndim - 1), self._mesh.get_local_rank(self._mesh.ndim - 1)
         parts = full.chunk(shards)
         local = parts[at].clone() if at < len(parts) else full[:0].clone()
         placements = [*[Replicate()] * (self._mesh.ndim - 1), Shard(0)]
         found: Tensor = DTensor.from_local(
-            local, self._mesh, placements, run_check=False, shape=shape, stride=full.stride()
+            local, self._mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
         )
         return found
 
@@ -111,8 +111,7 @@ class DedicatedModel:
         self._control.agree(f"state_dict of {prefix}{next(iter(own))}")
         for name, (whole, _) in own.items():
             if prefix + name in state:
-                value = whole.weight if whole.is_here else None
-                state[prefix + name] = self.spread(whole, value, whole.weight.dtype)
+                state[prefix + name] = self.spread(whole, whole.weight)
 
     @uncompiled
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def owners_of(
         arithmetic = chains.steps, chains.restarts
         return costs_of(every, fingerprint(str(device)), chains.dtype, chains._layers, *arithmetic, element)
 
-    def decided() -> list[object]:
+    def decided() -> list[Any]:
         owned = [
             Owned(rows, cols, layer_of(each.name), Element(*[each.dtype.itemsize] * 3))
             for each in candidates for rows, cols in each.shapes
@@ -46,7 +47,7 @@ def owners_of(
         priced = iter(work_of(owned, price, BUCKET_BYTES))
         every = [[next(priced) for _ in each.shapes] for each in candidates]
         alike = Counter(each.shapes for each in candidates)
-        merged: dict[tuple[object, ...], Costs] = {}
+        merged: dict[tuple[Any, ...], Costs] = {}
         work = [_merged(its, alike[each.shapes], merged) for its, each in zip(every, candidates, strict=True)]
         solved = assign(work, control.size, nodes=nodes_of(control.ranks))
         return [solved.owner, solved.loads_us, solved.bound_us, solved.method]
@@ -55,7 +56,7 @@ def owners_of(
     return Assignment(tuple(owner), tuple(loads_us), bound_us, method)
 
 
-def _merged(its: Sequence[Work], alike: int, known: dict[tuple[object, ...], Costs]) -> Work:
+def _merged(its: Sequence[Work], alike: int, known: dict[tuple[Any, ...], Costs]) -> Work:
     """A parameter's matrices as one; an owner runs those of up to ``alike`` such parameters together."""
     if len(its) == 1:
         return its[0]

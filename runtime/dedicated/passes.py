@@ -58,8 +58,9 @@ class Passes:
                 module.register_forward_pre_hook(partial(self._use, unit))
                 module.register_forward_hook(partial(self._used, unit))
             for place, member in enumerate(unit.members):
-                member.p.register_hook(partial(self._comes, unit, place))
-                member.p.register_post_accumulate_grad_hook(partial(self._came, unit, place))
+                p: Any = member.p  # whose methods have no types
+                p.register_hook(partial(self._comes, unit, place))
+                p.register_post_accumulate_grad_hook(partial(self._came, unit, place))
         model.register_forward_hook(self._leave)
 
     def release(self) -> None:
@@ -147,7 +148,7 @@ class Passes:
             self._fetch(order.popleft())
 
     def _fetch(self, unit: Unit) -> None:
-        with phase(f"weights of {unit.name}"):
+        with phase("weights"):
             self._transfers += 1
             self._carrier.fetch(unit)
 
@@ -168,8 +169,8 @@ class Passes:
             last_first = self._units[::-1]
             coming = sorted(last_first, key=lambda unit: unit is not self._root)  # whose weights all may use
             self._backward = Backward(
-                deque(unit for unit in coming if not unit.is_here), deque(unit for unit in last_first if expected[unit]),
-                expected, [],
+                deque(unit for unit in coming if not unit.is_here),
+                deque(unit for unit in last_first if expected[unit]), expected, [],
             )
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
@@ -202,7 +203,7 @@ class Passes:
             self._reduce(going.popleft(), backward)
 
     def _reduce(self, unit: Unit, backward: Backward) -> None:
-        with phase(f"gradients of {unit.name}"):
+        with phase("gradients"):
             self._transfers += 1
             backward.sums.append((unit, self._carrier.reduce(unit, unit.sums.taken(len(unit.members)))))
 
@@ -266,7 +267,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _differentiable(output: Any) -> Iterator[Tensor]:
+def _differentiable(output: Any) -> Iterator[Any]:
     """The tensors of a module's output that a backward may begin with."""
     if isinstance(output, Tensor):
         if output.requires_grad:
@@ -279,6 +280,6 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
         yield from _each(output)
 
 
-def _each(outputs: Iterable[Any]) -> Iterator[Tensor]:
+def _each(outputs: Iterable[Any]) -> Iterator[Any]:
     for output in outputs:
         yield from _differentiable(output)

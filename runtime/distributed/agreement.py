@@ -32,8 +32,8 @@ BY_SIZE = ("last", "direct", "weights", "with_identity")
 
 @dataclass(frozen=True, order=True)
 class Wanted:
-    """A group that a rank runs; around its chain the dtype of gradients, momentum's mode (m, n), the weights' dtype, and
-    whether its last product updates weights that lie here."""
+    """A group that a rank runs; around its chain the dtype of gradients, momentum's mode (m, n), the weights' dtype,
+    and whether its last product updates weights that lie here."""
 
     group: Group
     gradient_dtype: str
@@ -112,8 +112,10 @@ class Agreement:
                 }
                 known[group] = replace(planned, bindings=bindings)
             self._decided = known
-            ends = [bind_ends(known[one.group], resolver, one.gradient_dtype, one.mode, one.dtype, one.updates_weights)
-                    for one in every]
+            ends = [
+                bind_ends(known[one.group], resolver, one.gradient_dtype, one.mode, one.dtype, one.updates_weights)
+                for one in every
+            ]
             return {
                 "groups": [_plan_to_dict(known[group], layers) for group in dict.fromkeys(one.group for one in every)],
                 "ends": [{**asdict(one), **_ends_to_dict(end, layers)} for one, end in zip(every, ends, strict=True)],

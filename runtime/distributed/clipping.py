@@ -17,7 +17,7 @@ from dmuon_tune.errors import DmuonTuneError, UsageError
 from dmuon_tune.words import counted, shown
 
 from ..mode import check_group
-from .whole import whole_of as _whole
+from .whole import is_elsewhere, whole_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,21 +37,22 @@ def clip_grad_norm_(
     optimizer. Among them may be DTensors of several meshes and placements, dedicated matrices, whose gradients their
     owners have, and plain tensors, which are taken to be the same on every rank of ``process_group`` (default: all
     ranks): each of these has its part of every parameter. Where there are any but plain ones, all ranks call this
-    together: one reduction of one number, and one more for each gradient that is still a partial sum. ``norm_type`` is p > 0 or inf. UsageError for what cannot be used; DmuonTuneError, with
-    nothing changed, where ``error_if_nonfinite`` and the norm is NaN or infinite.
+    together: one reduction of one number, and one more for each gradient that is still a partial sum. ``norm_type`` is
+    p > 0 or inf. UsageError for what cannot be used; DmuonTuneError, with nothing changed, where ``error_if_nonfinite``
+    and the norm is NaN or infinite.
     """
     for option, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not checks.is_number(value) or not float(value) >= 0 or (option == "norm_type" and float(value) == 0):
             raise UsageError(f"{option} must be a positive number or inf, not {shown(value)}")
     check_group(process_group)
     power, found = float(norm_type), _listed(parameters)
-    own = [p for p in found if p.grad is not None and (_whole(p) is None or _whole(p).is_here)]
-    gradients = [p.grad for p in own]
+    pairs = [(p, p.grad) for p in found if p.grad is not None and not is_elsewhere(p)]
+    gradients = [gradient for _, gradient in pairs]
     if any(gradient.layout != torch.strided for gradient in gradients):
         raise UsageError("clip_grad_norm_: a gradient is sparse; give the embedding sparse=False")
     device = gradients[0].device if gradients else torch.device("cpu")
     kind = _divided(found)
-    total = _total(own, power, dist.get_world_size(process_group) if kind else 1, device)
+    total = _total(pairs, power, dist.get_world_size(process_group) if kind else 1, device)
     if kind:
         total = _reduced(total.to(kind), power, process_group).to(device)
     wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
@@ -85,7 +86,7 @@ def _listed(parameters: Any) -> list[Tensor]:
 def _divided(parameters: Iterable[Tensor]) -> str | None:
     """The kind of device between which parameters are divided; None where each is whole on every rank."""
     for p in parameters:
-        whole, sharded = _whole(p), _sharded([p])
+        whole, sharded = whole_of(p), _sharded([p])
         if whole is not None:
             return whole.weight.device.type
         if sharded:
@@ -106,22 +107,22 @@ def _local(tensor: Tensor) -> Tensor:
     return found[0].to_local() if found else tensor
 
 
-def _total(parameters: list[Tensor], power: float, size: int, device: torch.device) -> Tensor:
-    """This rank's share of Σ|g|^p, or its largest |g|, in float64, of parameters' gradients g.
+def _total(pairs: list[tuple[Tensor, Tensor]], power: float, size: int, device: torch.device) -> Tensor:
+    """This rank's share of Σ|g|^p, or its largest |g|, in float64, of (parameter, g).
 
     Of ``size`` ranks that have their part of every tensor, size / (number of its shards) hold the same part; each of
     them counts that share of it.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
-    for p in parameters:
-        if _whole(p) is not None:
-            by_copies[1].append(p.grad)
+    for p, gradient in pairs:
+        if whole_of(p) is not None:
+            by_copies[1].append(gradient)
             continue
-        shards, held = _held(p.grad)
+        shards, held = _held(gradient)
         if size % shards:
             cut = counted(shards, "shard")
-            raise UsageError(f"clip_grad_norm_: a gradient of {tuple(p.shape)} in {cut} is not on all of "
+            raise UsageError(f"clip_grad_norm_: a gradient of {tuple(gradient.shape)} in {cut} is not on all of "
                              f"{counted(size, 'rank')}; give the process_group that has every parameter")
         by_copies[size // shards].append(held)
     for copies, tensors in by_copies.items():

@@ -153,13 +153,11 @@ class Gather:
 
     def state(self, optimizer: Muon) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as its checkpoints have it: momenta lie as their parameters do; collective."""
-        parameters, local, error = _parameters(optimizer), dict[int, Tensor](), None
+        parameters, local, error = list(optimizer._parameters()), dict[int, Tensor](), None
         state = {p: {key: value for key, value in its.items() if key != "owned"} for p, its in optimizer.state.items()}
-        moved = [index for index, p in enumerate(parameters) if "owned" in optimizer.state.get(p, {})]
         try:
-            for index in moved:
-                p = parameters[index]
-                if whole_of(p) is None:
+            for index, p in enumerate(parameters):
+                if "owned" in optimizer.state.get(p, {}) and whole_of(p) is None:
                     local[index] = torch.empty_like(local_of(p), dtype=self._momentum_dtype)
                     state[p]["momentum_buffer"] = like(p, local[index])
         except Exception as raised:  # such as too little memory
@@ -172,12 +170,8 @@ class Gather:
         }
         with self.control.guard("state_dict"):
             self._pipeline.spread(self._momenta(parameters, local), owned, local)
-            for index in moved:
-                p, whole = parameters[index], whole_of(parameters[index])
-                if whole is not None:
-                    dtype = self._momentum_dtype or whole.weight.dtype
-                    momenta = optimizer.state[p]["owned"]
-                    state[p]["momentum_buffer"] = spread(whole, self._matrices_of(index), momenta, dtype)
+            for p, momentum in spread(optimizer, self._survey.matrices, self._momentum_dtype):
+                state[p]["momentum_buffer"] = momentum
         return state
 
     def take(self, optimizer: Muon, error: Exception | None) -> None:
@@ -187,7 +181,7 @@ class Gather:
         """
         self.control.agree("load_state_dict", error=error)
         self.place(optimizer)
-        parameters, local, wholes = _parameters(optimizer), dict[int, Tensor](), dict[int, Tensor]()
+        parameters, local, wholes = list(optimizer._parameters()), dict[int, Tensor](), dict[int, Tensor]()
         try:
             for index, p in enumerate(parameters):
                 its = optimizer.state.get(p, {})
@@ -218,9 +212,7 @@ class Gather:
             for place, whole in self._pipeline.collected(stages, local):
                 optimizer.state[parameters[matrices[place].parameter]]["owned"][matrices[place].block] = whole
             for index, value in wholes.items():
-                p, kept = parameters[index], whole_of(parameters[index])
-                assert kept is not None
-                optimizer.state[p]["owned"] = collect(kept, self._matrices_of(index), value)
+                optimizer.state[parameters[index]]["owned"] = collect(optimizer, index, matrices, value)
 
     def report(self, optimizer: Muon, spectra: bool) -> Report:
         """Every matrix that moves, by its owner's momentum alone, for its gradient is in pieces; collective."""
@@ -253,9 +245,6 @@ class Gather:
             shape = matrix.rows, matrix.cols
             found.append(Direction(name, shape, momentum, factor_of(group, shape), local_of(p).device, p.dtype))
         return found
-
-    def _matrices_of(self, index: int) -> list[Matrix]:
-        return [matrix for matrix in self._survey.matrices if matrix.parameter == index]
 
     def _placed(self, index: int, p: Tensor, value: Tensor) -> Tensor:
         """A tensor of a parameter's shape, placed like it."""
@@ -305,7 +294,7 @@ class Gather:
         Raises on all ranks, before anything has changed, for what any of them cannot use.
         """
         options, finite, error = dict[str, Any](), True, None
-        parameters = _parameters(optimizer)
+        parameters = list(optimizer._parameters())
         told = bytes(len(parameters))  # no gradient
         try:
             told, moving = self._reading.next(optimizer, parameters)
@@ -323,7 +312,7 @@ class Gather:
             if most[len(codes) :] != least[len(codes) :]:
                 check_alike(options, self.control)
             for index, p in enumerate(parameters):
-                reason = disagreement(p, self._survey.replicated[index], least[index], most[index])
+                reason = disagreement(p, self._survey.indivisible[index], least[index], most[index])
                 if reason is not None:
                     raise UsageError(f"{_found(optimizer)[index].name}: {reason}")
         return None if nonfinite else (codes, moving)
@@ -382,10 +371,6 @@ class Gather:
         for kind, places in self._pipeline.kinds(batch, stage.gradient_dtype, moving).items():
             for _, group in cut_batch(len(places), kind.rows, kind.cols):
                 yield Wanted.of(group, kind.gradient_dtype, kind.mode, kind.dtype, stay and kind.plain)
-
-
-def _parameters(optimizer: Muon) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _bound(schedules: dict[Any, Any]) -> None:

@@ -71,16 +71,16 @@ def dtype_of(code: int) -> torch.dtype:
     return DTYPES[(code - 1) // 2]
 
 
-def disagreement(p: Tensor, replicated: bool, least: int, most: int) -> str | None:
+def disagreement(p: Tensor, indivisible: bool, least: int, most: int) -> str | None:
     """Why a gradient cannot be used whose codes on the ranks are from ``least`` to ``most``; the same on all ranks.
 
-    ``replicated``: some element of the parameter lies on several ranks.
+    ``indivisible``: some element of the parameter lies on several ranks, or all of it on one.
     """
     if least == most:
         return None
     if least != NO_GRADIENT:
         return "its gradient has another dtype or other placements on some ranks"
-    if replicated or not most % 2 or dtype_of(most) != p.dtype:
+    if indivisible or not most % 2 or dtype_of(most) != p.dtype:
         return (
             "it has a gradient on some ranks only, and none that can be taken for 0 on the others; average it "
             "over the replicas first, as DistributedDataParallel does with find_unused_parameters=True"

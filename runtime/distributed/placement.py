@@ -43,12 +43,12 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """``matrices`` in model order, their ``parameter`` being the place among all. By parameter: ``replicated``, whether
-    an element of it lies on more than one rank, or all of it on one, and ``held``, the indices that this rank holds (None: it has no part
-    in it)."""
+    """``matrices`` in model order, their ``parameter`` being the place among all. By parameter: ``indivisible``,
+    whether an element of it lies on more than one rank, or all of it on one, and ``held``, the indices that this rank
+    holds (None: it has no part in it)."""
 
     matrices: tuple[Matrix, ...] = ()
-    replicated: tuple[bool, ...] = ()
+    indivisible: tuple[bool, ...] = ()
     held: tuple[tuple[Spans, ...] | None, ...] = ()
 
 
@@ -80,10 +80,9 @@ def survey(found: Sequence[Found], group: ProcessGroup, control: Control, error:
         for matrix in matrices_of(index, layout, each.blocks, each.name, later[index])
     ]
     held = (holdings(layout, last).get(control.rank) for layout, last in zip(layouts, later, strict=True))
-    # A gradient that not all ranks have is no part of a sum where one has the whole.
-    partial = [_replicated(layout) or whole_of(each.tensor) is not None
-               for layout, each in zip(layouts, found, strict=True)]
-    return Survey(tuple(matrices), tuple(partial), tuple(held))
+    indivisible = (_replicated(layout) or whole_of(each.tensor) is not None
+                   for layout, each in zip(layouts, found, strict=True))
+    return Survey(tuple(matrices), tuple(indivisible), tuple(held))
 
 
 def _cut_later_first(found: Sequence[Found], layouts: Sequence[Layout], control: Control) -> list[bool]:

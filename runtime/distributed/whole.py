@@ -33,8 +33,9 @@ class Keeper(Protocol):
         """The name of a parameter whose gradient is not summed over the ranks yet."""
         ...
 
-    def spread(self, whole: Whole, value: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What the owner has of a parameter, its weight or momentum, as a checkpoint has it; collective."""
+    def spread(self, whole: Whole, value: Tensor) -> Tensor:
+        """What the owner has of a parameter, its weight or momentum, as a checkpoint has it; collective. Elsewhere the
+        value has no row."""
         ...
 
     def collect(self, whole: Whole, value: Tensor) -> Tensor | None:
@@ -68,6 +69,12 @@ def weight_of(p: Tensor) -> Tensor:
     """What this rank keeps of a parameter that has an owner; any other one itself."""
     whole = whole_of(p)
     return p if whole is None else whole.weight
+
+
+def is_elsewhere(p: Tensor) -> bool:
+    """Whether its weight and gradient are another rank's."""
+    whole = whole_of(p)
+    return whole is not None and not whole.is_here
 
 
 def keepers_of(module: nn.Module) -> list[Keeper]:

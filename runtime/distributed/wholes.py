@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from dmuon_tune.errors import UsageError
 
 from ..parameters import name_of
 from .pieces import Matrix, cut
-from .whole import Keeper, Whole, whole_of
+from .whole import Keeper, whole_of
 
 if TYPE_CHECKING:
     from ..muon import Muon
@@ -29,8 +29,8 @@ def keepers_of(optimizer: Muon) -> list[Keeper]:
             whole = whole_of(p)
             if whole is not None and not group["use_muon"]:
                 raise UsageError(
-                    f"{name_of(group, index, position)} is dedicated, and AdamW's here; give dedicate and Muon the same "
-                    "include, exclude and flatten"
+                    f"{name_of(group, index, position)} is dedicated, and AdamW's here; give dedicate and Muon the "
+                    "same include, exclude and flatten"
                 )
             if whole is None and p.requires_grad and not isinstance(p, DTensor):
                 raise UsageError(
@@ -48,19 +48,30 @@ def check_reduced(keepers: Sequence[Keeper]) -> None:
             raise UsageError(f"{name}: its gradient was added up in no_sync alone; run a step's last backward outside")
 
 
-def spread(whole: Whole, matrices: Sequence[Matrix], momenta: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
-    """A parameter's momentum as a checkpoint has it, of those that its owner has by block; collective."""
-    value = None
-    if whole.is_here:
-        value = torch.empty(whole.mark.shape, dtype=dtype, device=whole.weight.device)
-        for matrix in matrices:
+def spread(
+    optimizer: Muon, matrices: Sequence[Matrix], dtype: torch.dtype | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(Parameter, momentum as a checkpoint has it) of those that have one; collective. ``matrices``: of all, by place
+    among the optimizer's parameters; ``dtype`` is the momenta's (None: the weight's)."""
+    for index, p in enumerate(optimizer._parameters()):
+        whole, momenta = whole_of(p), optimizer.state.get(p, {}).get("owned")
+        if whole is None or momenta is None:
+            continue
+        value = torch.empty_like(whole.weight, dtype=dtype)
+        for matrix in _its(matrices, index) if whole.is_here else ():
             cut(value, matrix.box).copy_(matrix.boxed(momenta[matrix.block]))
-    return whole.keeper.spread(whole, value, dtype)
+        yield p, whole.keeper.spread(whole, value)
 
 
-def collect(whole: Whole, matrices: Sequence[Matrix], value: Tensor) -> dict[int, Tensor]:
-    """The reverse: momenta by block on the owner, none elsewhere; collective."""
+def collect(optimizer: Muon, index: int, matrices: Sequence[Matrix], value: Tensor) -> dict[int, Tensor]:
+    """The reverse: a parameter's momenta by block on the owner, none elsewhere; collective."""
+    whole = whole_of(list(optimizer._parameters())[index])
+    assert whole is not None
     full = whole.keeper.collect(whole, value)
     if full is None:
         return {}
-    return {matrix.block: matrix.flat(cut(full, matrix.box)).clone() for matrix in matrices}
+    return {matrix.block: matrix.flat(cut(full, matrix.box)).clone() for matrix in _its(matrices, index)}
+
+
+def _its(matrices: Sequence[Matrix], index: int) -> list[Matrix]:
+    return [matrix for matrix in matrices if matrix.parameter == index]

@@ -10,5 +10,6 @@ from .pricing import Timed, costs, costs_of
 from .profile import batches, profile, shares
 
 __all__ = [
-    "Assignment", "Costs", "Element", "Point", "Timed", "Work", "assign", "batches", "costs", "costs_of", "profile", "shares",
+    "Assignment", "Costs", "Element", "Point", "Timed", "Work", "assign", "batches", "costs", "costs_of", "profile",
+    "shares",
 ]

@@ -1,5 +1,4 @@
-"""Every runtime test reads caches of its own folder alone and sees each warning as if it were the first; worlds of
-processes are shared by all."""
+"""Every runtime test reads caches of its own folder, sees each warning as the first, and shares worlds of ranks."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
     assert (report["ranks"], report["batch"], report["sequence"]) == (2, 1, 16)
     assert report["versions"]["torch"] == torch.__version__ and report["date"] in done.stdout
     rows = {row["variant"]: row for row in report["rows"]}
-    assert list(rows) == ["adamw", "gather-then-compute", "gather-each", "ours"]
+    assert list(rows) == ["adamw", "gather-then-compute", "gather-each", "ours", "dedicated"]
     for row in rows.values():
         assert 0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]
         assert set(row["phases_us"]) == {"forward", "backward", "optimizer"} and min(row["phases_us"].values()) > 0
@@ -77,9 +77,11 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
         f"{turn} of 2, {label}" for turn, order in ((1, labels), (2, labels[::-1])) for label in order
     ]
     count = sum(MATRICES.values())
-    assert [row["runs"] for row in rows.values()] == [0, 2 * count, 2 * count, count]
+    assert [row["runs"] for row in rows.values()] == [0, 2 * count, 2 * count, count, count]
     # In bf16 each rank's half once to the other; in fp32 half of each matrix to its owner, and half of its update back.
-    assert [row["sent_bytes"] for row in rows.values()] == [0, 2 * ELEMENTS, 2 * ELEMENTS, 2 * 4 * ELEMENTS // 2]
+    sent = [0, 2 * ELEMENTS, 2 * ELEMENTS, 2 * 4 * ELEMENTS // 2, 0]
+    assert [row["sent_bytes"] for row in rows.values()] == sent
+    assert rows["dedicated"]["losses"] == pytest.approx(rows["ours"]["losses"], abs=2e-3)
     theirs, ours = rows["gather-then-compute"], rows["ours"]
     assert ours["faster"] == theirs["phases_us"]["optimizer"] / ours["phases_us"]["optimizer"]
     owned = ours["ownership"]

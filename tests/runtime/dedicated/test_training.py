@@ -195,7 +195,8 @@ def trained(rank: int, size: int, layout: str, make: type[Toy], way: Way, option
 
 
 @pytest.mark.parametrize(("make", "way"), [
-    (Toy, plainly), (Toy, held_back), (Toy, dropped), (Toy, evaluated), (Toy, together), (Toy, frozen), (Toy, broken_off), (Sometimes, idle_everywhere), (Twice, plainly), (Backwards, plainly), (Reentrant, plainly),
+    (Toy, plainly), (Toy, held_back), (Toy, dropped), (Toy, evaluated), (Toy, together), (Toy, frozen),
+    (Toy, broken_off), (Sometimes, idle_everywhere), (Twice, plainly), (Backwards, plainly), (Reentrant, plainly),
 ], ids=lambda given: given.__name__)
 def test_two_ranks_move_as_gathered_ones_do_to_the_bit(worlds: Worlds, make: type[Toy], way: Way) -> None:
     assert worlds(2).run(trained, "dedicated", make, way, {}, "") == [0.0, 0.0]
