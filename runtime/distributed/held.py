@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..steady import same, values_of
 from .exchange import Transfer
 from .pieces import Matrix, local_of
+from .whole import whole_of
 
 _LOCAL = attrgetter("_local_tensor")
 
@@ -29,13 +30,15 @@ class Lot:
 
 class Weights:
     """What this rank holds of ``parameters``, in their order: ``local`` tensors, the lots that transfers move: of
-    what is kept, and of what arrives, and the ``whole`` matrices that a transfer leaves here."""
+    what is kept, and of what arrives, and the ``whole`` matrices that a transfer leaves here; whether any of them
+    ``has_owners`` between steps too."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.local = list(map(local_of, parameters))
         self.lots: WeakKeyDictionary[Transfer, tuple[list[Lot], list[Lot]]] = WeakKeyDictionary()
         self.whole: WeakKeyDictionary[Transfer, list[Tensor]] = WeakKeyDictionary()
+        self.has_owners = any(whole_of(p) is not None for p in parameters)
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
         self._shards = list(map(_LOCAL, self._sharded))
         self._columns = self._read()

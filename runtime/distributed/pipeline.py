@@ -106,6 +106,7 @@ class Pipeline:
         self._inward, self._outward = exchange.slots[:DEPTH], exchange.slots[DEPTH:]
         self._inputs, self._polars = ([Room(device) for _ in range(2)] for _ in range(2))
         self._together: WeakKeyDictionary[Stage, list[list[int]]] = WeakKeyDictionary()
+        self._stay: WeakKeyDictionary[Stage, bool] = WeakKeyDictionary()  # by the first of some that go together
         self._beside = Beside(device)
 
     def reserve(self, stages: Sequence[Stage]) -> None:
@@ -133,11 +134,13 @@ class Pipeline:
     def stay(self, stages: Sequence[Stage]) -> bool:
         """Whether all matrices are whole on their owners, so that the last product updates them where they lie; the
         same on all ranks."""
-        return all(
-            stage.inward.empty and stage.outward.empty
-            and all(self.matrices[place].lies_flat for batch in stage.round.batches for place in batch)
-            for stage in stages
-        )
+        if stages and stages[0] not in self._stay:
+            self._stay[stages[0]] = all(
+                stage.inward.empty and stage.outward.empty
+                and all(self.matrices[place].lies_flat for batch in stage.round.batches for place in batch)
+                for stage in stages
+            )
+        return not stages or self._stay[stages[0]]
 
     def _move(self, stage: Stage, index: int, stages: Sequence[Stage], moving: Moving) -> None:
         """One step of matrices that stay."""
@@ -165,6 +168,8 @@ class Pipeline:
 
     def _mark(self, stage: Stage, moving: Moving) -> None:
         """Weights that are to go to other ranks may do so from here on."""
+        if not moving.weights.has_owners:
+            return
         mark = self._beside.mark()
         for place in stage.batch:
             whole = whole_of(moving.weights.parameters[self.matrices[place].parameter])
