@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _bench_model import RECOMPUTED_PARAMETERS, numbers_of, sharded, trainable
+from _bench_trace import traced
 from _bench_training import PROGRAM, Training, World, measure, timed_us
 from _bench_variants import DEDICATED, VARIANTS, Setting, Variant
 from _runner import Parser, check_writable, note, run
@@ -45,6 +46,7 @@ from dmuon_tune.runtime.distributed.rounds import BUCKET_BYTES
 from dmuon_tune.words import counted
 
 Row = dict[str, Any]
+TRACED_STEPS = 2
 
 
 def train(
@@ -66,10 +68,23 @@ def train(
     label, make = VARIANTS[key]
     made: list[Variant] = []
     make_us = timed_us(world, lambda: made.append(make(model, setting)))
-    row = measure(world, Training(model, made.pop(), batch), options.steps)
+    training = Training(model, made.pop(), batch)
+    row = measure(world, training, options.steps)
+    if options.trace:
+        row["communication"] = communication(world, training, device, options.trace / f"{preset}-{key}")
     row["first_us"]["make"] = max(world.all(make_us))
     row["tokens"] = world.size * options.batch * options.sequence
     return {"preset": preset, "variant": key, "optimizer": label, "model": asdict(numbers), **row}
+
+
+def communication(world: World, training: Training, device: torch.device, path: Path) -> dict[str, float] | None:
+    """Of the rank that communicates longest: microseconds a step, and the share of them beside which it computes."""
+    world.settle()
+    found = world.all(traced(training.step, device, TRACED_STEPS, path.with_name(f"{path.name}-{world.rank}.json")))
+    if found[0] is None:
+        return None
+    us, hidden = max(found)
+    return {"us": us, "hidden": hidden}
 
 
 def recomputes(preset: str, options: argparse.Namespace) -> bool:
@@ -173,6 +188,10 @@ def print_row(row: Row) -> None:
     ])
     if len(steps) > 1:
         print_more(f"between passes, ms: step {between(steps)}, optimizer {between(updates)}")
+    if row.get("communication"):
+        carried = row["communication"]
+        hidden = f"{carried['hidden']:.1%} of it beside computation"
+        print_more(f"communication: {carried['us'] / 1e3:.2f} ms a step, {hidden}")
     owned = row["ownership"]
     if owned:
         predicted, alone, inside = (max(owned[name]) for name in ("predicted_us", "alone_us", "inside_us"))
@@ -260,11 +279,15 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
                         "numbers")
     parser.add_argument("--coefficients", default="you", help="coefficient set (default: you)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="existing; gets a trace of two more steps of "
+                        "each variant and rank, from which the share of communication beside computation is taken")
     parser.add_argument("--json", type=Path, help="write every figure here, after each variant")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         raise UsageError("--steps 1 has no spread; give 2 or more")
     coefficient_set(options.coefficients)
+    if options.trace and not options.trace.is_dir():
+        raise UsageError(f"--trace {options.trace}: name an existing folder")
     for preset in options.preset:
         numbers_of(preset, options.layers)
     return options

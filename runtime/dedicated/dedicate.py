@@ -53,6 +53,7 @@ def dedicate(
 
     from ..distributed.control import Control
     from .chosen import candidates_of, dtypes_of, units_of
+    from .grid import Grid
     from .model import DedicatedModel
     from .owners import owners_of
 
@@ -65,6 +66,7 @@ def dedicate(
         found = candidates_of(model, include, exclude, splits, flatten)
         dtypes = dtypes_of(found, dtype_of(param_dtype), dtype_of(reduce_dtype))
         parts = units_of(model, units, found)
+        grid = Grid.of(mesh, control.group)
         said += [[each.name, str(each.dtype), each.shapes] for each in found.values()]
         said += [list(map(str, dtypes)), [name for name, _, _ in parts], reshard_after_forward]
     except Exception as raised:
@@ -76,7 +78,7 @@ def dedicate(
         device = torch.device("cuda", torch.cuda.current_device())
     assignment = owners_of(list(found.values()), GramNewtonSchulz(layers=layers), device, control)
     owners = dict(zip(found, assignment.owner, strict=True))
-    DedicatedModel(model, parts, found, owners, dtypes, reshard_after_forward, mesh, device, control, assignment)
+    DedicatedModel(model, parts, found, owners, dtypes, reshard_after_forward, mesh, grid, device, control, assignment)
     return set(found)
 
 
@@ -91,17 +93,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if not keepers:
         raise UsageError(f"no_sync: {type(model).__name__} has no dedicated matrices; call dedicate first")
 
-    def reduce(now: bool) -> None:
-        for keeper in keepers:
-            keeper.set_reduces(now)
+    def reduce(now: bool) -> bool:
+        before = [keeper.set_reduces(now) for keeper in keepers]
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(now)
+        return before[0]
 
-    reduce(False)
+    before = reduce(False)
     try:
         yield
     finally:
-        reduce(True)
+        reduce(before)
 
 
 def _group_of(mesh: DeviceMesh) -> ProcessGroup:

@@ -18,6 +18,7 @@ from ..distributed.whole import ATTRIBUTE, Whole
 from ..eager import uncompiled
 from ..ownership import Assignment
 from .carrier import carrier_for
+from .grid import Grid
 from .owners import Candidate
 from .passes import Passes
 from .unit import Member, Unit
@@ -34,8 +35,8 @@ class DedicatedModel:
     def __init__(
         self, model: nn.Module, parts: Sequence[tuple[str, nn.Module, list[nn.Parameter]]],
         found: Mapping[nn.Parameter, Candidate], owners: Mapping[nn.Parameter, int],
-        dtypes: tuple[torch.dtype, torch.dtype], reshard: bool, mesh: DeviceMesh, device: torch.device,
-        control: Control, assignment: Assignment,
+        dtypes: tuple[torch.dtype, torch.dtype], reshard: bool, mesh: DeviceMesh, grid: Grid,
+        device: torch.device, control: Control, assignment: Assignment,
     ) -> None:
         self.assignment = assignment
         self._mesh, self._control, self._loaded = mesh, control, set[str]()  # keys that a load has taken
@@ -44,10 +45,10 @@ class DedicatedModel:
         for place, (name, module, some) in enumerate(parts):
             # A backward begins with the last: it would come at once.
             stays = not reshard or module is model or place == len(parts) - 1
-            unit = Unit(name, [members[p] for p in some], *dtypes, device, control.rank, control.size, stays)
+            unit = Unit(name, [members[p] for p in some], *dtypes, device, grid, stays)
             units.append((unit, module))
         self._units = [unit for unit, _ in units]
-        self._carrier = carrier_for(control, device)
+        self._carrier = carrier_for(control, grid, device)
         self._carrier.follow()
         self._passes = Passes(model, units, self._carrier, control)
         part: Any  # a module, whose methods have no types
@@ -72,9 +73,10 @@ class DedicatedModel:
         self._passes.settle()
         self._passes.release()
 
-    def set_reduces(self, now: bool) -> None:
+    def set_reduces(self, now: bool) -> bool:
         """See :class:`Keeper`."""
-        self._passes.reduces = now
+        before, self._passes.reduces = self._passes.reduces, now
+        return before
 
     def unreduced(self) -> str | None:
         """See :class:`Keeper`."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .carrier import Carrier, Sum
 from .unit import Unit
 
 AHEAD = 1  # units that come while one is used
+APPROACHING = 2  # units behind those that come to their nodes
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Passes:
             self._forward = None
             self.release()
         if self._backward is not None:
+            self._come(self._backward.coming)
             for _, sum_ in self._backward.sums:
                 sum_.wait()
             self._backward = None
@@ -93,6 +96,7 @@ class Passes:
         self._forward = deque(unit for unit in self._units if not unit.is_here)
         for _ in range(min(1 + AHEAD, len(self._forward))):
             self._fetch(self._forward.popleft())
+        self._approach(self._forward)
         if self._root is not None:
             self._need(self._root, self._forward)
 
@@ -140,7 +144,13 @@ class Passes:
                 self._fetch(unit)
         while order and abs(self._place[order[0]] - self._place[unit]) <= AHEAD:
             self._fetch(order.popleft())
+        self._approach(order or ())
         self._carrier.wait(unit)
+
+    def _approach(self, order: Iterable[Unit]) -> None:
+        """Let those that are next come as far as their nodes."""
+        for unit in islice(order, APPROACHING):
+            self._carrier.approach(unit)
 
     def _come(self, order: deque[Unit]) -> None:
         """All that have not come, for the other ranks' sake."""
@@ -249,8 +259,8 @@ class Passes:
     def _own(self, unit: Unit, segment: Tensor) -> dict[int, Tensor]:
         """What a reduction has brought to this owner, in its weights' dtype."""
         wholes = {place: unit.members[place].whole for place in unit.own}
-        own = unit.sums.packing.own(segment, self._control.rank, unit.own)
-        return {place: gradient.to(wholes[place].weight.dtype) for place, gradient in own.items()}
+        own = zip(unit.own, unit.sums.packing.own(segment, unit.own), strict=True)
+        return {place: gradient.to(wholes[place].weight.dtype) for place, gradient in own}
 
     def _mark(self) -> None:
         """Parameters whose gradients wait show that they have one."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..distributed.whole import Whole
+from .grid import Grid
 
 ALIGNED_BYTES = 256  # where a matrix begins, as kernels want it; PyTorch's allocator aligns twice as much
 
@@ -20,38 +20,46 @@ class Member(NamedTuple):
 
 
 class Packing:
-    """Where matrices lie in one flat buffer: by owner, one segment each, so that one transfer brings an owner's."""
+    """Where matrices lie in one flat buffer, ``itemsize`` bytes an element: by owner, so that one transfer brings an
+    owner's. A *segment* is an owner's part, a *section* that of all owners at one place of their nodes."""
 
-    def __init__(self, members: Sequence[Member], ranks: int, itemsize: int) -> None:
-        step = ALIGNED_BYTES // itemsize
-        room = [-(-member.p.numel() // step) * step for member in members]
-        # Each has a segment: whether a backend carries none of nothing is not to matter.
-        by_owner = [[place for place, member in enumerate(members) if member.whole.owner == rank]
-                    for rank in range(ranks)]
-        self.sizes = [sum(room[place] for place in places) or step for places in by_owner]
-        self.numel = sum(self.sizes)
-        begins = list(accumulate(self.sizes, initial=0))
-        self._segments = [slice(begin, end) for begin, end in zip(begins, begins[1:], strict=False)]
+    def __init__(self, members: Sequence[Member], grid: Grid, itemsize: int) -> None:
+        step, self._grid = ALIGNED_BYTES // itemsize, grid
         self._spans: list[tuple[int, torch.Size]] = [(0, torch.Size())] * len(members)
-        for begin, places in zip(begins, by_owner, strict=False):
-            for place in places:
-                self._spans[place] = begin, members[place].p.shape
-                begin += room[place]
+        self._segments: dict[int, slice] = {}
+        end = 0
+        for rank in grid.order:
+            begin = end
+            for place, (whole, p) in enumerate(members):
+                if whole.owner == rank:
+                    self._spans[place] = end, p.shape
+                    end += -(-p.numel() // step) * step
+            # Each has a segment: whether a backend carries none of nothing is not to matter.
+            end = max(end, begin + step)
+            self._segments[rank] = slice(begin, end)
+        self.numel = end
+        self._own = self._segments[grid.rows[grid.node][grid.place]]
 
-    def segments(self, flat: Tensor) -> list[Tensor]:
-        """An owner's part each, by rank."""
-        return [flat[segment] for segment in self._segments]
+    def sections(self, flat: Tensor) -> list[Tensor]:
+        """By place."""
+        first, last = self._grid.rows[0], self._grid.rows[-1]
+        return [flat[self._segments[one].start : self._segments[other].stop]
+                for one, other in zip(first, last, strict=True)]
+
+    def segments(self, section: Tensor) -> list[Tensor]:
+        """Of the section at this rank's place, by node."""
+        column = [self._segments[row[self._grid.place]] for row in self._grid.rows]
+        first = column[0].start
+        return [section[segment.start - first : segment.stop - first] for segment in column]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A matrix each."""
         return [flat[begin : begin + shape.numel()].view(shape) for begin, shape in self._spans]
 
-    def own(self, segment: Tensor, rank: int, places: Sequence[int]) -> dict[int, Tensor]:
-        """The matrices at ``places``, all of ``rank``'s, in its segment alone."""
-        first = self._segments[rank].start
-        spans = {place: self._spans[place] for place in places}
-        return {place: segment[begin - first : begin - first + shape.numel()].view(shape)
-                for place, (begin, shape) in spans.items()}
+    def own(self, segment: Tensor, places: Sequence[int]) -> list[Tensor]:
+        """The matrices at ``places``, which this rank owns, in its segment."""
+        spans = [(begin - self._own.start, shape) for begin, shape in (self._spans[place] for place in places)]
+        return [segment[begin : begin + shape.numel()].view(shape) for begin, shape in spans]
 
 
 class Unit:
@@ -63,15 +71,14 @@ class Unit:
 
     def __init__(
         self, name: str, members: Sequence[Member], dtype: torch.dtype, reduce_dtype: torch.dtype,
-        device: torch.device, rank: int, ranks: int, stays: bool,
+        device: torch.device, grid: Grid, stays: bool,
     ) -> None:
         self.name, self.members, self.stays = name, list(members), stays
-        self.packing = Packing(members, ranks, dtype.itemsize)
+        self.packing = Packing(members, grid, dtype.itemsize)
         self.flat = torch.empty(self.packing.numel, dtype=dtype, device=device)
-        self.segments = self.packing.segments(self.flat)
+        self.sections = self.packing.sections(self.flat)
         views = self.packing.views(self.flat)
-        self.own = [place for place, member in enumerate(members) if member.whole.owner == rank]
-        self._own_views = [views[place] for place in self.own]
+        self.own = [place for place, member in enumerate(members) if member.whole.is_here]
         for member, view in zip(members, views, strict=True):
             member.p.grad = None
             member.p.grad_dtype = None  # the owner's is of the master's dtype
@@ -79,7 +86,7 @@ class Unit:
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._storage.resize_(0)
-        self.sums = Sums(members, reduce_dtype, device, ranks)
+        self.sums = Sums(members, reduce_dtype, device, grid)
 
     @property
     def is_here(self) -> bool:
@@ -92,10 +99,11 @@ class Unit:
     def free(self) -> None:
         self._storage.resize_(0)
 
-    def fill(self) -> None:
-        """Write what this rank owns, in the dtype of computation."""
+    def fill(self, segment: Tensor) -> None:
+        """Write what this rank owns, in the dtype of computation, to its segment."""
         if self.own:
-            torch._foreach_copy_(self._own_views, [self.members[place].whole.weight for place in self.own])
+            weights = [self.members[place].whole.weight for place in self.own]
+            torch._foreach_copy_(self.packing.own(segment, self.own), weights)
 
 
 class Sums:
@@ -105,8 +113,8 @@ class Sums:
     ``before`` what each one's ``.grad`` was when it came.
     """
 
-    def __init__(self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-        self.dtype, self.packing = dtype, Packing(members, ranks, dtype.itemsize)
+    def __init__(self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, grid: Grid) -> None:
+        self.dtype, self.packing = dtype, Packing(members, grid, dtype.itemsize)
         self.fresh: set[int] = set()
         self.waiting: set[int] = set()
         self.before: dict[int, Tensor | None] = {}

@@ -25,8 +25,8 @@ class Keeper(Protocol):
         """Owners' weights are about to change: what modules have been given of them is void."""
         ...
 
-    def set_reduces(self, now: bool) -> None:
-        """Whether a backward ends with gradients summed over the ranks."""
+    def set_reduces(self, now: bool) -> bool:
+        """Whether a backward ends with gradients summed over the ranks; returns what was so before."""
         ...
 
     def unreduced(self) -> str | None:

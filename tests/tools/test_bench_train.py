@@ -121,7 +121,8 @@ def test_a_rank_that_fails_says_why_and_ends_the_run(tmp_path: Path) -> None:
     [
         (("--preset", "gpt2"), "choose among"), (("--variants", "ours,best"), "unknown 'best'"),
         (("--batch", "0"), "--batch"),
-        (("--steps", "1"), "--steps 1"), (("--preset", "tiny", "--layers", "3"), "tiny has 2 layers"),
+        (("--steps", "1"), "--steps 1"), (("--trace", "none/here"), "name an existing folder"),
+        (("--preset", "tiny", "--layers", "3"), "tiny has 2 layers"),
         (("--coefficients", "none"), "coefficient"), ((), "torchrun"),
     ],
 )

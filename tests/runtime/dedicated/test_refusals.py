@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -92,6 +93,10 @@ def assigned(rank: int, size: int) -> None:
     model.load_state_dict(model.state_dict(), assign=True)
 
 
+def of_three_dimensions(rank: int, size: int) -> None:
+    dedicate(Stack(), init_device_mesh("cpu", (1, 2, 1)))
+
+
 def elsewhere(rank: int, size: int) -> None:
     group = torch.distributed.new_group([0, 1])
     Muon(dedicated(size), process_group=group, verbose=False)
@@ -108,7 +113,8 @@ def elsewhere(rank: int, size: int) -> None:
     (rest_is_whole, "'embedding.weight' is neither dedicated nor sharded; call fully_shard"),
     (others_for_muon, "'mixer.weight' is dedicated, and AdamW's here"), (not_dedicated, "call dedicate first"),
     (of_another_shape, r"mixer.weight is \(12, 12\), in the state dict \(3, 4\)"),
-    (assigned, "load it without assign=True"), (elsewhere, "process_group must be the ranks that"),
+    (assigned, "load it without assign=True"), (of_three_dimensions, "the mesh has 3 dimensions"),
+    (elsewhere, "process_group must be the ranks that"),
 ], ids=lambda given: given.__name__ if callable(given) else "")
 def test_it_is_refused(worlds: Worlds, case: Callable[[int, int], None], said: str) -> None:
     worlds(2).run(refused, case, said)
