@@ -35,7 +35,7 @@ from .pipeline import SLOTS, Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
 from .reading import Reading
 from .rounds import Item, Lane, rounds
-from .whole import Keeper, weight_of, whole_of
+from .whole import Keeper, is_elsewhere, weight_of, whole_of
 from .wholes import check_reduced, collect, keepers_of, spread
 
 if TYPE_CHECKING:
@@ -243,7 +243,8 @@ class Gather:
             name = block_name(group, index, position, matrix.block, blocks[matrix.parameter])
             momentum = optimizer.state.get(p, {}).get("owned", {}).get(matrix.block)
             shape = matrix.rows, matrix.cols
-            found.append(Direction(name, shape, momentum, factor_of(group, shape), local_of(p).device, p.dtype))
+            local = local_of(p)
+            found.append(Direction(name, shape, momentum, factor_of(group, shape), local.device, local.dtype))
         return found
 
     def _placed(self, index: int, p: Tensor, value: Tensor) -> Tensor:
@@ -300,7 +301,10 @@ class Gather:
             told, moving = self._reading.next(optimizer, parameters)
             check_reduced(self._keepers)
             options = options_of(optimizer.param_groups)
-            finite = not optimizer._skip_nonfinite or are_finite(each for each in moving.gradients if each is not None)
+            finite = not optimizer._skip_nonfinite or are_finite(
+                each for p, each in zip(parameters, moving.gradients, strict=True)
+                if each is not None and not is_elsewhere(p)
+            )
         except Exception as raised:
             error = raised
         told += digest(options)

@@ -51,13 +51,13 @@ class Model(nn.Module):
         return self.head(self.mixer(x))
 
 
-def join(rank: int, size: int, folder: str) -> DeviceMesh:
+def join(rank: int, size: int, folder: str, *shape: int) -> DeviceMesh:
     torch.cuda.set_device(rank)
     store = distributed.FileStore(f"{folder}/store", size)
     distributed.init_process_group(
         "nccl", store=store, rank=rank, world_size=size, device_id=torch.device("cuda", rank)
     )
-    return init_device_mesh("cuda", (size,))
+    return init_device_mesh("cuda", shape or (size,))
 
 
 def made(mesh: DeviceMesh, dedicated: bool, **options: Any) -> Model:
@@ -68,8 +68,12 @@ def made(mesh: DeviceMesh, dedicated: bool, **options: Any) -> Model:
     return model
 
 
-def loss_of(model: nn.Module, seed: int) -> Tensor:
-    x = gaussian(ROWS, WIDTH, seed=1000 + seed).to("cuda")
+def inputs(size: int) -> Tensor:
+    """For all steps, ranks and micro-batches: a copy from the host would wait for the GPU."""
+    return gaussian(2 * STEPS * size, ROWS, WIDTH, seed=1000).to("cuda")
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x).float() - x.roll(1, 0)).square().mean()
 
 
@@ -92,18 +96,19 @@ def late(model: Model, rank: int) -> Model:
 def trained(model: Model, rank: int, size: int, way: str = "plain") -> dict[str, Tensor]:
     """The weights after some steps, whole, on the CPU; the host waits for nothing meanwhile."""
     optimizer = Muon(model, lr=LR, weight_decay=0.1, verbose=False, ns_dtype="float32")
+    given = inputs(size)
     for step in range(STEPS):
         if way == "no_sync":
             with no_sync(model):
-                loss_of(model, size * (STEPS + step) + rank).backward()
-        loss_of(model, size * step + rank).backward()
+                loss_of(model, given[size * (STEPS + step) + rank]).backward()
+        loss_of(model, given[size * step + rank]).backward()
         if way == "clipped":
             clip_grad_norm_(model, 0.01)
         optimizer.step()
         optimizer.zero_grad()
         if way == "evaluated":
             with torch.no_grad():
-                loss_of(model, step)
+                loss_of(model, given[step])
     return {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
 
 
@@ -144,22 +149,37 @@ def test_weights_are_those_of_gathered_owners_whoever_is_late(tmp_path: Path) ->
         assert far(found["no_sync"], found["gathered, plain"]) > 0.05, "other gradients"
 
 
+def in_two_levels(rank: int, size: int, folder: str) -> None:
+    mesh = join(rank, size, folder, 2, 2)
+    found = {how: trained(model, rank, size) for how, model in (
+        ("gathered", made(mesh, dedicated=False)), ("dedicated", made(mesh, dedicated=True)),
+        ("late", late(made(mesh, dedicated=True), rank)),
+    )}
+    torch.save(found, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="fewer than four CUDA devices")
+def test_two_levels(tmp_path: Path) -> None:
+    multiprocessing.spawn(in_two_levels, (4, str(tmp_path)), nprocs=4)
+    for rank in range(4):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert all(torch.equal(found["late"][name], value) for name, value in found["dedicated"].items())
+        assert far(found["dedicated"], found["gathered"]) < 0.05
+
+
 def memory_of_rank(rank: int, size: int, folder: str) -> None:
     mesh = join(rank, size, folder)
     model = made(mesh, dedicated=True)
-    optimizer = Muon(model, lr=LR, verbose=False, graphs=False)
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    for step in range(20):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.synchronize()
-    torch.save((before, torch.cuda.memory_allocated()), f"{folder}/{rank}.pt")
+    optimizer, given, held = Muon(model, lr=LR, verbose=False, graphs=False), inputs(size), []
+    for steps in (3, 20):
+        for step in range(steps):
+            loss_of(model, given[step]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    torch.save(held, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 
 

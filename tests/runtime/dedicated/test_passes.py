@@ -87,6 +87,24 @@ def test_a_step_sends_no_weight_and_no_gradient(worlds: Worlds) -> None:
         assert collectives == 0
 
 
+def reported(rank: int, size: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]], int]:
+    model = dedicated(size)
+    optimizer = Muon(model, verbose=False)
+    optimizer.plan()
+    loss_of(model, rank).backward()
+    optimizer.step()
+    assert optimizer.assignment is not None and optimizer.traffic is not None
+    chosen = list(zip(matrices(model), optimizer.assignment.owner, strict=True))
+    return [(each.name, each.owner) for each in optimizer.report().matrices], chosen, optimizer.traffic.ns_runs
+
+
+def test_a_report_names_the_owners(worlds: Worlds) -> None:
+    found = worlds(2).run(reported)
+    for report, chosen, _ in found:
+        assert report == chosen and len({owner for _, owner in chosen}) == 2
+    assert sum(runs for *_, runs in found) == LAYERS + 1
+
+
 def averaged(runs: Sequence[Sequence[int]], steps: int) -> dict[str, Tensor]:
     """The weights that one process moves by the mean of what each rank's gradients are; none of a rank's is 0."""
     model = Stack()
