@@ -57,7 +57,8 @@ def join(rank: int, size: int, folder: str, *shape: int) -> DeviceMesh:
     distributed.init_process_group(
         "nccl", store=store, rank=rank, world_size=size, device_id=torch.device("cuda", rank)
     )
-    return init_device_mesh("cuda", shape or (size,))
+    shape = shape or (size,)
+    return init_device_mesh("cuda", shape, mesh_dim_names=("nodes", "local")[-len(shape) :])
 
 
 def made(mesh: DeviceMesh, dedicated: bool, **options: Any) -> Model:
@@ -174,7 +175,7 @@ def memory_of_rank(rank: int, size: int, folder: str) -> None:
     optimizer, given, held = Muon(model, lr=LR, verbose=False, graphs=False), inputs(size), []
     for steps in (3, 20):
         for step in range(steps):
-            loss_of(model, given[step]).backward()
+            loss_of(model, given[step % STEPS]).backward()
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 
 import pytest
@@ -170,6 +172,21 @@ def raised_alone(rank: int, size: int) -> str:
 def test_a_forward_that_breaks_off_on_one_rank_ends_all(worlds: Worlds) -> None:
     for told in worlds(2).run(raised_alone):
         assert told.startswith("PeerError: ")
+
+
+def killed(rank: int, size: int) -> None:
+    model = dedicated(size, timeout=20.0)
+    if rank == 1:
+        model.blocks[2].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    loss_of(model, 0).backward()
+
+
+def test_a_rank_that_is_killed_in_a_forward_ends_the_others(worlds: Worlds) -> None:
+    first, gone, last = worlds(3).outcomes(killed)
+    assert gone.exitcode == -signal.SIGKILL
+    for outcome in (first, last):
+        assert outcome.status == "raised" and "PeerError" in outcome.error and "rank 1" in outcome.error
+        assert outcome.seconds < 20
 
 
 class Breaks(torch.autograd.Function):
