@@ -173,13 +173,13 @@ def sharded(
     numbers: Numbers, mesh: DeviceMesh, device: torch.device, seed: int, recompute: bool, dedicated: bool
 ) -> Decoder:
     """The model of a seed, each block and the rest a group of FSDP2: fp32 shards, bf16 compute, gradients summed in
-    fp32; ``dedicated``: all of its matrices have owners."""
+    fp32. ``dedicated``: all of its matrices have owners, and what is left is one group."""
     torch.manual_seed(seed)  # every rank makes the whole model and keeps its shards
     with torch.device(device):
         model = Decoder(numbers, recompute)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     owned = dedicate(model, mesh, **dtypes) if dedicated else None
     policy = MixedPrecisionPolicy(**dtypes)
-    for part in (*model.layers, model):
+    for part in (model,) if dedicated else (*model.layers, model):
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=owned)
     return model

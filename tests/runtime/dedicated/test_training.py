@@ -176,6 +176,8 @@ def made(make: type[Toy], layout: str, size: int, options: dict[str, Any], wrap:
     if wrap == "compiled":
         for layer in model.layers:
             layer.compile(backend="aot_eager")
+    if wrap == "compiled whole":
+        model.compile(backend="aot_eager")
     return model
 
 
@@ -204,6 +206,7 @@ def test_two_ranks_move_as_gathered_ones_do_to_the_bit(worlds: Worlds, make: typ
 
 @pytest.mark.parametrize(("options", "wrap"), [
     ({"mixed": True}, ""), ({"reshard_after_forward": False}, ""), ({}, "before"), ({}, "after"), ({}, "compiled"),
+    ({}, "compiled whole"),
 ], ids=str)
 def test_what_a_model_may_be_made_of(worlds: Worlds, options: dict[str, Any], wrap: str) -> None:
     assert worlds(2).run(trained, "dedicated", Toy, plainly, options, wrap) == [0.0, 0.0]
