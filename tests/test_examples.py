@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from dmuon_tune.matrices import select
 from dmuon_tune.models import presets
 
@@ -61,13 +59,12 @@ def test_the_comparison_on_bytes_sweeps_both_and_repeats(tmp_path: Path) -> None
     assert result["adamw_loss"] == min(run["losses"]["10"] for run in result["runs"][:2])
 
 
-@pytest.mark.parametrize("owners", [(), ("--dedicated",)], ids=["gathered", "dedicated"])
-def test_a_sharded_run_of_two_ranks_goes_on_with_one(tmp_path: Path, owners: tuple[str, ...]) -> None:
+def test_a_dedicated_run_of_two_ranks_goes_on_sharded_with_one(tmp_path: Path) -> None:
     sizes = [word for name, size in (SMALL | {"steps": 0}).items() for word in (f"--{name}", str(size))]
     program = [str(ROOT / "examples/train_fsdp2.py"), *sizes, "--checkpoints", str(tmp_path / "run"), "--steps"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     losses = []
-    for ranks, steps, how in ((2, 4, owners), (1, 6, ())):
+    for ranks, steps, how in ((2, 4, ("--dedicated",)), (1, 6, ())):
         lines = example(*launcher, str(ranks), *program, str(steps), *how, cache_dir=tmp_path)
         losses += [line.split()[1::2] for line in lines if line.startswith("step")]
     assert [int(step) for step, _ in losses] == [1, 2, 3, 4, 5, 6]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,7 @@ class DedicatedModel:
         mark = torch.zeros((), dtype=p.dtype, device=device).expand(p.shape)
         whole = Whole(name, owner, self._control.group, weight, mark, self, is_here)
         setattr(p, ATTRIBUTE, whole)
+        p.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]  # which would read no memory
         return whole
 
     def release(self) -> None:
@@ -150,3 +151,6 @@ class DedicatedModel:
         missing[:] = [key for key in missing if key not in self._loaded]
         self._loaded.clear()
 
+
+def _refuse_copy(name: str, memo: Any) -> NoReturn:
+    raise UsageError(f"{name} is dedicated, and cannot be copied; copy the model's state_dict() instead")

@@ -15,8 +15,8 @@ from ..distributed.world import Worlds
 @pytest.mark.parametrize(("size", "layout"), [
     (1, "dedicated"), (2, "dedicated"), (3, "dedicated"), (4, "dedicated"), (4, "dedicated hsdp"),
 ])
-def test_ten_steps(worlds: Worlds, size: int, layout: str) -> None:
-    assert_as_alone(worlds(size), layout, Steps(steps=10, scheduled=True))
+def test_five_steps(worlds: Worlds, size: int, layout: str) -> None:
+    assert_as_alone(worlds(size), layout, Steps(steps=5, scheduled=True))
 
 
 @pytest.mark.parametrize("options", [

@@ -144,7 +144,7 @@ def test_blocks_that_run_on_some_ranks_only_or_in_another_order(worlds: Worlds, 
 
 def once_more(rank: int, size: int) -> str:
     """Rank 0 alone runs a block again whose weights are gone."""
-    model = dedicated(size, timeout=3.0)
+    model = dedicated(size, timeout=1.0)
     model.runs = [0, 1, 2, 0, 3, 4] if rank == 0 else range(LAYERS)
     with pytest.raises(PeerError) as raised:
         loss_of(model, 0).backward()
@@ -158,7 +158,7 @@ def test_a_block_that_runs_twice_on_one_rank_is_an_error_on_all(worlds: Worlds) 
 
 def raised_alone(rank: int, size: int) -> str:
     """A forward that raises on rank 0 alone, which goes on with the next one."""
-    model = dedicated(size, timeout=3.0)
+    model = dedicated(size, timeout=1.0)
     with pytest.raises((PeerError, ZeroDivisionError)) as raised:
         if rank == 0:
             handle = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)

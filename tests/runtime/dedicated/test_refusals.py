@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -97,6 +98,10 @@ def of_three_dimensions(rank: int, size: int) -> None:
     dedicate(Stack(), init_device_mesh("cpu", (1, 2, 1)))
 
 
+def copied(rank: int, size: int) -> None:
+    copy.deepcopy(dedicated(size).blocks)
+
+
 def elsewhere(rank: int, size: int) -> None:
     group = torch.distributed.new_group([0, 1])
     Muon(dedicated(size), process_group=group, verbose=False)
@@ -114,7 +119,7 @@ def elsewhere(rank: int, size: int) -> None:
     (others_for_muon, "'mixer.weight' is dedicated, and AdamW's here"), (not_dedicated, "call dedicate first"),
     (of_another_shape, r"mixer.weight is \(12, 12\), in the state dict \(3, 4\)"),
     (assigned, "load it without assign=True"), (of_three_dimensions, "the mesh has 3 dimensions"),
-    (elsewhere, "process_group must be the ranks that"),
+    (copied, "blocks.0.weight is dedicated, and cannot be copied"), (elsewhere, "process_group must be the ranks that"),
 ], ids=lambda given: given.__name__ if callable(given) else "")
 def test_it_is_refused(worlds: Worlds, case: Callable[[int, int], None], said: str) -> None:
     worlds(2).run(refused, case, said)

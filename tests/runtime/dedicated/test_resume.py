@@ -17,7 +17,7 @@ from ..distributed.world import Worlds
 
 
 @pytest.mark.parametrize(("size", "layout", "others"), [
-    (4, "dedicated", [(2, "fsdp"), (3, "dedicated"), (4, "dedicated hsdp")]),
+    (4, "dedicated", [(2, "fsdp"), (3, "dedicated")]),
     (2, "fsdp", [(3, "dedicated")]),
     (4, "dedicated hsdp", [(4, "hsdp"), (2, "dedicated")]),
 ])
