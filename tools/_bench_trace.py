@@ -11,6 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 Span = tuple[float, float]  # [begin, end), microseconds
+COMPUTATION = "computation"
+CARRIED = {"Reduce": "sums", "AllGather": "to all", "Broadcast": "to all"}  # by what is in the names of NCCL's kernels
+BETWEEN_TWO = "between two"  # NCCL's other kernels, and copies from GPU to GPU
 
 
 def traced(step: Callable[[], Any], device: torch.device, steps: int, path: Path) -> tuple[float, float] | None:
@@ -34,16 +37,26 @@ def traced(step: Callable[[], Any], device: torch.device, steps: int, path: Path
 
 def communication(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     """Microseconds of a trace in which its GPU communicates, and the share of them in which it also computes."""
-    carried, computed = list[Span](), list[Span]()
-    for event in events:
-        name, span = event.get("name", ""), (event.get("ts", 0.0), event.get("ts", 0.0) + event.get("dur", 0.0))
-        if event.get("cat") == "kernel":
-            (carried if name.startswith("nccl") else computed).append(span)
-        elif event.get("cat") == "gpu_memcpy" and "PtoP" in name:  # from GPU to GPU
-            carried.append(span)
-    carried, computed = joined(carried), joined(computed)
+    found = lanes(events)
+    computed = joined(found.pop(COMPUTATION, []))
+    carried = joined(span for spans in found.values() for span in spans)
     total = sum(end - begin for begin, end in carried)
     return total, shared_us(carried, computed) / total if total else 1.0
+
+
+def lanes(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
+    """What a trace's GPU does: it computes, or carries to all ranks, by sums to few, or otherwise between two."""
+    found: dict[str, list[Span]] = {}
+    for event in events:
+        name, begin = event.get("name", ""), event.get("ts", 0.0)
+        if event.get("cat") == "kernel" and not name.startswith("nccl"):
+            lane = COMPUTATION
+        elif event.get("cat") == "kernel" or (event.get("cat") == "gpu_memcpy" and "PtoP" in name):
+            lane = next((CARRIED[part] for part in CARRIED if part in name), BETWEEN_TWO)
+        else:
+            continue
+        found.setdefault(lane, []).append((begin, begin + event.get("dur", 0.0)))
+    return dict(sorted(found.items()))
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:

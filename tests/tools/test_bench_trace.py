@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,25 @@ def test_kernels_of_nccl_and_copies_between_gpus_are_communication(trace: Any) -
     ]
     assert trace.communication(events) == (20.0, (5 + 2) / 20)
     assert trace.communication([]) == (0.0, 1.0)
+
+
+def test_a_trace_is_drawn(trace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                          capsys: pytest.CaptureFixture[str]) -> None:
+    import _runner
+    import plot_trace
+
+    names = ("gemm", "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_ReduceScatter_Sum_f32", "ncclDevKernel_SendRecv")
+    events = [{"cat": "kernel", "name": name, "ts": 1e6 + 1000.0 * place, "dur": 1500.0}
+              for place, name in enumerate(names)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    given = [str(tmp_path / "trace.json"), "--out", str(tmp_path / "out.svg")]
+    monkeypatch.setattr(sys, "argv", ["plot_trace", *given, "--to", "4"])
+    assert _runner.run("plot_trace", plot_trace.main) == 0
+    drawn = (tmp_path / "out.svg").read_text()
+    assert all(f">{lane}<" in drawn for lane in ("computation", "to all", "sums", "between two", "ms"))
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": []}))
+    assert _runner.run("plot_trace", plot_trace.main) == 2
+    assert "no GPU's kernels" in capsys.readouterr().err
 
 
 def test_a_cpu_has_a_trace_and_no_share(trace: Any, tmp_path: Path) -> None:
