@@ -54,7 +54,7 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> None:
-    done = start(tmp_path, "--json", "out.json")
+    done = start(tmp_path, "--json", "out.json", "--still")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out.json").read_text())
     assert (report["ranks"], report["batch"], report["sequence"]) == (2, 1, 16)
@@ -68,7 +68,7 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
         assert row["tokens_per_s"] == pytest.approx(2 * 16 / row["median_us"] * 1e6)
         assert row["over_adamw"] == row["median_us"] / rows["adamw"]["median_us"]
         assert all(5 < loss < 6 for loss in row["losses"])  # random bytes: log 256 = 5.5
-        assert row["losses"][0] == rows["adamw"]["losses"][0]  # the same model and tokens
+        assert row["losses"] == rows["adamw"]["losses"]  # the same model, which stays, and tokens
         assert row["optimizer"] in done.stdout
         assert row["median_us"] == statistics.median(each["median_us"] for each in row["passes"])
     said = [line for line in done.stderr.splitlines() if ", pass " in line]
@@ -81,7 +81,6 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
     # In bf16 each rank's half once to the other; in fp32 half of each matrix to its owner, and half of its update back.
     sent = [0, 2 * ELEMENTS, 2 * ELEMENTS, 2 * 4 * ELEMENTS // 2, 0]
     assert [row["sent_bytes"] for row in rows.values()] == sent
-    assert rows["dedicated"]["losses"] == pytest.approx(rows["ours"]["losses"], abs=2e-3)
     theirs, ours = rows["gather-then-compute"], rows["ours"]
     assert ours["faster"] == theirs["phases_us"]["optimizer"] / ours["phases_us"]["optimizer"]
     owned = ours["ownership"]
@@ -95,15 +94,8 @@ def test_all_variants_in_one_table_and_all_figures_in_json(tmp_path: Path) -> No
     assert held == MATRICES
     assert {"momentum", "chain", "update"} <= ours["ranges_us"].keys()
     for text in ("between passes, ms: step", "slowest owner, ms:", "inside, ms", "x_adamw",
-                 "blocks recomputed in the backward: none"):
+                 "blocks recomputed in the backward: none", "learning rates of 0"):
         assert text in done.stdout
-
-
-def test_still_variants_compute_on_the_same_numbers(tmp_path: Path) -> None:
-    done = start(tmp_path, "--json", "out.json", "--still", "--repeat", "1", "--variants", "adamw,gather-each,ours")
-    assert done.returncode == 0 and "learning rates of 0" in done.stdout, done.stderr
-    adamw, *others = [row["losses"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]]
-    assert len(adamw) > 4 and others == [adamw, adamw]
 
 
 def test_a_rank_that_fails_says_why_and_ends_the_run(tmp_path: Path) -> None:
