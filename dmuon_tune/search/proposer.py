@@ -80,7 +80,4 @@ def legal_space(config_type: type, legal: Sequence[Any]) -> LegalSpace:
     axes = space.axes(config_type)
     places = [(name, {value: place for place, value in enumerate(values)}) for name, values in axes.items()]
     indices = [[place[getattr(config, name)] for name, place in places] for config in legal]
-    return LegalSpace(
-        tuple(len(values) for values in axes.values()),
-        np.array(indices, dtype=np.int64).reshape(len(legal), len(axes)),
-    )
+    return LegalSpace(tuple(axes.values()), np.array(indices, dtype=np.int64).reshape(len(legal), len(axes)))

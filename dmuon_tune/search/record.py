@@ -71,7 +71,7 @@ class Record:
 
     def legal_space(self) -> LegalSpace:
         """The recorded configurations alone: what was not measured cannot be picked."""
-        return LegalSpace(tuple(map(len, self.axes.values())), np.array(self.rows, dtype=np.int64))
+        return LegalSpace(tuple(map(tuple, self.axes.values())), np.array(self.rows, dtype=np.int64))
 
     def write(self, path: str | Path) -> None:
         """As gzipped JSON; equal records give equal bytes."""

@@ -23,15 +23,20 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 class LegalSpace:
     """One kernel's legal configurations of one problem.
 
-    ``levels``: how many values each axis has; ``indices``: (configurations, axes), each the place of its value among
-    its axis's choices, which stand in a meaningful order.
+    ``axes``: each axis's choices in a meaningful order; ``indices``: (configurations, axes), each the place of its
+    value among its axis's choices.
     """
 
-    levels: tuple[int, ...]
+    axes: tuple[tuple[Any, ...], ...]
     indices: Ints
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """How many values each axis has."""
+        return tuple(map(len, self.axes))
 
     @cached_property
     def points(self) -> Floats:
