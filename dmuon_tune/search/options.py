@@ -26,7 +26,7 @@ class Effort:
 
 
 EFFORTS = {
-    "quick": Effort(trials=8, budget_s=75.0, patience=8, finalists=3),
+    "quick": Effort(trials=8, budget_s=70.0, patience=8, finalists=3),
     "normal": Effort(trials=40, budget_s=450.0, patience=20, finalists=8),
     "max": Effort(trials=200, budget_s=None, patience=60, finalists=12),
 }

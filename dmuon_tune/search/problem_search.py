@@ -10,6 +10,7 @@ from typing import Any
 
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.measure import untuned
 from dmuon_tune.measure.winners import TIE, Contender, library_kernel, winner
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
@@ -34,7 +35,8 @@ class Candidate:
 
 
 class ProblemSearch:
-    """One problem's search over all kernels that serve it, the library first."""
+    """One problem's search over all kernels that serve it: first the one that training runs where nothing is tuned, so
+    that a run which ends early leaves nothing slower, then the library."""
 
     is_end = False
     like: ProblemSearch | None = None  # of an end: the search of the product that it stands for
@@ -44,7 +46,10 @@ class ProblemSearch:
         launches: int = 1,
     ) -> None:
         self.problem, self.trials = problem, trials
-        self.kernels = sorted(kernel_searches, key=lambda each: (each.key.kernel != library_kernel(problem.op)))
+        self.kernels = sorted(
+            kernel_searches,
+            key=lambda each: (not _runs_untuned(each, kernel_searches), each.key.kernel != library_kernel(problem.op)),
+        )
         self._patience, self._launches = patience, launches
         self._next_kernel = 0
         self.reused = self.known
@@ -200,6 +205,12 @@ class ProblemSearch:
     def library(self, provenance: dict[str, Any]) -> CacheEntry | None:
         """The library's fastest entry."""
         return winner(contender for contender in self.contenders(provenance) if contender.is_library)
+
+
+def _runs_untuned(kernel: KernelSearch, among: Sequence[KernelSearch]) -> bool:
+    """Whether training runs this one where nothing is tuned."""
+    found = untuned.choice(kernel.key.problem, [each.spec for each in among], kernel.key.device)
+    return found is not None and found[0] is kernel.spec
 
 
 def problem_search(

@@ -247,7 +247,7 @@ def test_a_dry_run_says_what_the_cache_holds_and_what_an_effort_adds(run: Run, t
     }
     assert (found["trials"], found["budget_s"], found["estimate_s"]) == (2, None, 0.0)
     quick = run("tune", *SHAPE, "--effort", "quick", "--dry-run", "--format", "json").json
-    assert (quick["trials"], quick["budget_s"]) == (8, 75.0)
+    assert (quick["trials"], quick["budget_s"]) == (8, 70.0)
     said = run("tune", *SHAPE, "--dry-run")
     assert "in_cache" in said.out and " s a configuration" in said.err
 

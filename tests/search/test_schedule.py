@@ -9,6 +9,9 @@ import pytest
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
+from dmuon_tune.device import DeviceFingerprint
+from dmuon_tune.kernel_specs import kernels
+from dmuon_tune.measure import untuned
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
@@ -20,6 +23,7 @@ from dmuon_tune.search.schedule import Schedule
 from dmuon_tune.space import choice
 from dmuon_tune.spec import KernelSpec
 
+H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 150_000_000_000)
 OK = Measurement.from_samples([1.0], 0.0, {})
 
 
@@ -85,6 +89,19 @@ def test_every_problem_gets_a_result_before_any_gets_its_second() -> None:
     assert [m for m, _ in seen] == [8, 16, 24] * 4
     assert {variant for _, variant in seen[:3]} == {""}, "the library's comes first"
     assert len(set(seen[:9])) == 9, "every kernel's untuned configuration comes before any other"
+
+
+@pytest.mark.parametrize("op", ["gram", "gemm_symmetric", "apply"])
+@pytest.mark.parametrize("m", [128, 1024, 4096])
+def test_first_comes_what_training_runs_untuned_then_the_library(op: str, m: int) -> None:
+    """A run that ends early may leave one result alone, which is the winner then."""
+    problem = Problem(op, 2, m, m, m if op != "gram" else 4 * m, "float16", "float16")
+    specs = [each for each in kernels(op) if each.backend != "quack"]  # which is not installed here
+    with Store.open("sqlite://") as store:
+        first, second, *_ = problem_search(problem, specs, H200, store, 24, 0).seeds()
+    assert (first.kernel.spec, first.config) == untuned.choice(problem, specs, H200)
+    names = [first.kernel.spec.name, second.kernel.spec.name]
+    assert f"{op}.library" in names and (names[0] != f"{op}.library" or m == 128)
 
 
 def test_a_kernel_that_is_not_ready_waits_and_its_problem_with_it() -> None:
