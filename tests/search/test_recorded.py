@@ -11,7 +11,7 @@ from dmuon_tune.search.record import Record
 from dmuon_tune.search.replay import NEAR, Curve, replay
 
 FILES = sorted(Path(__file__).with_name("data").glob("*.json.gz"))
-EVALUATIONS, SEEDS = 100, 20
+EVALUATIONS, SEEDS = 60, 20  # the goal is a hundred
 PART = 0.25  # of a space that the evaluations may be: what measures most of a small one finds the best in any case
 WORKERS = 12  # that compile beside the one that times, as on the GPU's host
 FEWER_SEEDS = 5  # of Optuna, which takes five times as long
@@ -25,7 +25,7 @@ def curves(request: pytest.FixtureRequest) -> dict[str, Curve]:
     return {curve.sampler: curve for curve in [*found, *replay([record], ["tpe"], evaluations, FEWER_SEEDS, WORKERS)]}
 
 
-def test_the_default_comes_near_the_best_in_a_hundred_evaluations(curves: dict[str, Curve]) -> None:
+def test_the_default_comes_near_the_best_in_sixty_evaluations(curves: dict[str, Curve]) -> None:
     ours = curves["combined"]
     median, worst_decile, _ = ours.at(ours.fractions.shape[1])
     assert median >= 0.98 and worst_decile >= 0.95, (median, worst_decile)
