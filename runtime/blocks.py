@@ -13,6 +13,8 @@ from torch import Tensor
 from dmuon_tune.errors import UsageError
 from dmuon_tune.words import shown
 
+from .distributed.whole import whole_of
+
 AXES = ("rows", "columns")
 
 
@@ -85,9 +87,11 @@ def _order(p: Tensor, name: str) -> tuple[int, ...]:
 
     A permutation of columns permutes those of the polar factor.
     """
-    strides = p.stride()
+    lies = torch.empty_strided(p.shape, p.stride(), device="meta")  # a DTensor is not to be computed with
+    if whole_of(p) is not None:  # contiguous where it is
+        lies = torch.empty(p.shape, device="meta")
+    strides = lies.stride()
     order = (0, *sorted(range(1, p.ndim), key=lambda dim: -strides[dim]))
-    lies = torch.empty_strided(p.shape, strides, device="meta")  # a DTensor is not to be computed with
     if not lies.permute(order).is_contiguous():
         raise UsageError(f"{name}: it cannot be flattened where it lies; make it contiguous, or leave it to AdamW")
     return order

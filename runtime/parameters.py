@@ -22,6 +22,7 @@ from dmuon_tune.matrices import Selection, select, unmatched
 from dmuon_tune.words import counted, name_patterns, shown, table
 
 from .blocks import Split, blocks_of, check_split
+from .distributed.whole import weight_of
 from .eager import EagerAdamW
 from .overlaps import overlapping
 from .scales import SCALES
@@ -125,7 +126,7 @@ def check_last_group(groups: list[dict[str, Any]]) -> None:
     check_options(group, f"group {index}: ", wait=True)
     for position, p in enumerate(group["params"]):
         name = name_of(group, index, position)
-        reason = unwritable(p)
+        reason = unwritable(weight_of(p))
         if reason is not None:
             raise UsageError(f"{name}: {reason}")
         if group["use_muon"]:
@@ -211,7 +212,7 @@ def unusable(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> s
     """Why a parameter cannot be updated: how it lies, its gradient, or state that is not a state of it."""
     if _is_usual(p, p.grad, state, group):
         return None
-    reason = unwritable(p)
+    reason = unwritable(weight_of(p))
     if reason is not None:
         return reason
     by_muon = group["use_muon"]
@@ -247,7 +248,7 @@ def _is_usual(p: Tensor, gradient: Tensor | None, state: Mapping[str, Any], grou
         isinstance(momentum, Tensor)
         and p.layout == momentum.layout == torch.strided
         and (gradient is None or gradient.layout == torch.strided)
-        and p.is_contiguous() and momentum.is_contiguous()
+        and weight_of(p).is_contiguous() and momentum.is_contiguous()
         and momentum.shape == p.shape and momentum.device == p.device
         and momentum.is_floating_point()
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
@@ -28,6 +29,10 @@ def candidates_of(
     """The matrices that need a gradient, as ``Muon`` finds them; UsageError, by name, for what cannot have an owner."""
     for option, patterns in (("include", include), ("exclude", exclude), ("flatten", flatten)):
         checks.strings(option, patterns, "patterns")
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        raise UsageError(
+            "DistributedDataParallel averages gradients itself; dedicate the module in it, and fully_shard the rest"
+        )
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, p in model.named_parameters(remove_duplicate=False):
         names[p].append(name)

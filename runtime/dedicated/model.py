@@ -19,6 +19,7 @@ from ..eager import uncompiled
 from ..ownership import Assignment
 from .carrier import carrier_for
 from .grid import Grid
+from .others import watch
 from .owners import Candidate
 from .passes import Passes
 from .unit import Member, Unit
@@ -40,6 +41,7 @@ class DedicatedModel:
     ) -> None:
         self.assignment = assignment
         self._mesh, self._control, self._loaded = mesh, control, set[str]()  # keys that a load has taken
+        self._is_checked = False
         members = {p: Member(self._whole(p, found[p].name, owner, device), p) for p, owner in owners.items()}
         units = []
         for place, (name, module, some) in enumerate(parts):
@@ -51,6 +53,8 @@ class DedicatedModel:
         self._carrier = carrier_for(control, grid, device)
         self._carrier.follow()
         self._passes = Passes(model, units, self._carrier, control)
+        model.register_forward_pre_hook(self._check, prepend=True)
+        watch()
         part: Any  # a module, whose methods have no types
         for part in model.modules():
             own = {name: members[p] for name, p in part._parameters.items() if p in members}
@@ -66,8 +70,22 @@ class DedicatedModel:
         mark = torch.zeros((), dtype=p.dtype, device=device).expand(p.shape)
         whole = Whole(name, owner, self._control.group, weight, mark, self, is_here)
         setattr(p, ATTRIBUTE, whole)
-        p.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]  # which would read no memory
+        p.__deepcopy__ = partial(_refuse_copy, name)  # type: ignore[method-assign]
+        p.is_contiguous = partial(_is_contiguous, p)  # type: ignore[method-assign]
         return whole
+
+    @uncompiled
+    def _check(self, model: nn.Module, arguments: Any) -> None:
+        """Before the first forward: modules that do not have what is dedicated would compute with something else."""
+        kept = set() if self._is_checked else set(model.parameters())
+        for unit in () if self._is_checked else self._units:
+            for whole, p in unit.members:
+                if p not in kept:
+                    raise UsageError(
+                        f"{whole.name} was dedicated, and has been replaced since; change a model before dedicate, and "
+                        "call fully_shard with ignored_params= of what dedicate returned"
+                    )
+        self._is_checked = True
 
     def release(self) -> None:
         """See :class:`Keeper`."""
@@ -154,3 +172,14 @@ class DedicatedModel:
 
 def _refuse_copy(name: str, memo: Any) -> NoReturn:
     raise UsageError(f"{name} is dedicated, and cannot be copied; copy the model's state_dict() instead")
+
+
+def _is_contiguous(p: nn.Parameter, *arguments: Any, **named: Any) -> bool:
+    """Of the parameter; ``fully_shard`` asks, and is to leave it alone."""
+    found = Tensor.is_contiguous(p, *arguments, **named)
+    if not found:
+        name = getattr(p, ATTRIBUTE).name
+        raise UsageError(
+            f"{name} is dedicated, and not here; call fully_shard with ignored_params= of what dedicate returned"
+        )
+    return found

@@ -66,7 +66,8 @@ class Unit:
     """``members`` are what the module ``name`` uses together; ``stays``: from forward to backward.
 
     Their parameters are views of one buffer, whose memory is there only while it is used (:meth:`allocate`,
-    :meth:`free`), as that of FSDP2's. It is written to beside the parameters, whose versions stay.
+    :meth:`free`), as that of FSDP2's; otherwise one NaN, which can be read and not be written to. The buffer is written
+    to beside the parameters, whose versions stay.
     """
 
     def __init__(
@@ -77,15 +78,18 @@ class Unit:
         self.packing = Packing(members, grid, dtype.itemsize)
         self.flat = torch.empty(self.packing.numel, dtype=dtype, device=device)
         self.sections = self.packing.sections(self.flat)
-        views = self.packing.views(self.flat)
         self.own = [place for place, member in enumerate(members) if member.whole.is_here]
-        for member, view in zip(members, views, strict=True):
+        for member in members:
             member.p.grad = None
             member.p.grad_dtype = None  # the owner's is of the master's dtype
-            member.p.data = view
+        self._views = self.packing.views(self.flat)
+        nan = torch.full((), torch.nan, dtype=dtype, device=device)
+        # A fused kernel would write one element's memory as if all were there.
+        torch._C._set_throw_on_mutable_data_ptr(nan)
+        self._absent = [nan.expand(member.p.shape) for member in members]
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self._storage.resize_(0)
+        self.free()
         self.sums = Sums(members, reduce_dtype, device, grid)
 
     @property
@@ -95,9 +99,15 @@ class Unit:
 
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)
+        self._show(self._views)
 
     def free(self) -> None:
         self._storage.resize_(0)
+        self._show(self._absent)
+
+    def _show(self, tensors: Sequence[Tensor]) -> None:
+        for member, tensor in zip(self.members, tensors, strict=True):
+            member.p.data = tensor
 
     def fill(self, segment: Tensor) -> None:
         """Write what this rank owns, in the dtype of computation, to its segment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -26,12 +27,18 @@ def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def here(model: Stack) -> list[int]:
     """The blocks whose weights have memory."""
-    return [place for place, block in enumerate(model.blocks) if block.weight.untyped_storage().nbytes()]
+    return [place for place, block in enumerate(model.blocks) if is_here(block.weight)]
+
+
+def is_here(p: Tensor) -> bool:
+    return p.untyped_storage().nbytes() >= p.numel() * p.element_size()
 
 
 def memory(rank: int, size: int) -> tuple[list[list[int]], int]:
     """The blocks that are here as each block runs and as it gets its gradient; elements that this rank keeps."""
-    model, seen = dedicated(size), list[list[int]]()
+    model, seen, memories = dedicated(size), list[list[int]](), list[torch.UntypedStorage]()
+    for block in (*model.blocks, model.mixer):
+        block.register_forward_pre_hook(lambda block, _: memories.append(block.weight.untyped_storage()))
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(here(model)))
         block.weight.register_hook(lambda _: seen.append(here(model)))
@@ -44,7 +51,8 @@ def memory(rank: int, size: int) -> tuple[list[list[int]], int]:
         gradients = {name: p.grad for name, p in matrices(model).items()}
         optimizer.step()
         optimizer.zero_grad()
-        assert not here(model) and not model.mixer.weight.untyped_storage().nbytes()
+        assert not here(model) and not is_here(model.mixer.weight)
+        assert len(memories) == (step + 1) * (LAYERS + 1) and not any(each.nbytes() for each in memories)
     wholes = [whole_of(p) for p in matrices(model).values()]
     for p, whole, gradient in zip(matrices(model).values(), wholes, gradients.values(), strict=True):
         assert p.shape == (WIDTH, WIDTH) and whole.weight.numel() == (WIDTH * WIDTH if whole.is_here else 0)
@@ -62,6 +70,24 @@ def test_weights_are_here_only_while_they_are_used(worlds: Worlds) -> None:
     for seen, kept in found:
         assert seen == forward + backward
         assert kept == 2 * WIDTH * WIDTH
+
+
+def looked_at(rank: int, size: int) -> None:
+    model = dedicated(size)
+    p, optimizer = model.blocks[1].weight, Muon(model, verbose=False)
+    assert p.shape == (WIDTH, WIDTH) and p.isnan().all() and p.norm().isnan() and "nan" in repr(optimizer.param_groups)
+    assert p.clone().isnan().all() and p.double().isnan().all() and not is_here(p)
+    for write in (lambda: p.data.fill_(1), lambda: p.data.add_(1), lambda: nn.init.normal_(p), lambda: p.data_ptr()):
+        with contextlib.suppress(RuntimeError):
+            write()
+        assert p.isnan().all()
+    reading = model.head.register_forward_hook(lambda module, given, result: result + p.pow(2).sum())
+    assert loss_of(model, 0).isnan()
+    reading.remove()
+
+
+def test_a_weight_that_is_not_here_is_nan(worlds: Worlds) -> None:
+    worlds(2).run(looked_at)
 
 
 def sent(rank: int, size: int) -> tuple[list[str], int]:

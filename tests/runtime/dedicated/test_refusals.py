@@ -18,7 +18,7 @@ from dmuon_tune.runtime import Muon, dedicate, no_sync
 
 from ..distributed.layouts import TENSOR_PARALLEL, Layer, mesh_of
 from ..distributed.world import Worlds
-from .stack import Stack, dedicated
+from .stack import WIDTH, Stack, dedicated, loss_of
 
 
 def tied(rank: int, size: int) -> None:
@@ -57,6 +57,36 @@ def of_two_dtypes(rank: int, size: int) -> None:
     model = Stack()
     model.mixer.bfloat16()
     dedicate(model, mesh_of("fsdp", size))
+
+
+def in_distributed_data_parallel(rank: int, size: int) -> None:
+    dedicate(nn.parallel.DistributedDataParallel(Stack()), mesh_of("fsdp", size))
+
+
+def not_ignored(rank: int, size: int) -> None:
+    model = Stack()
+    dedicate(model, mesh_of("fsdp", size))
+    fully_shard(model, mesh=mesh_of("fsdp", size))
+
+
+def replaced(rank: int, size: int) -> None:
+    model = dedicated(size)
+    model.mixer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    loss_of(model, 0)
+
+
+def muon_first(rank: int, size: int) -> None:
+    model = Stack()
+    optimizer = Muon(model, verbose=False)
+    dedicate(model, mesh_of("fsdp", size))
+    optimizer.step()
+
+
+def moved_by_others(rank: int, size: int) -> None:
+    model = dedicated(size)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loss_of(model, 0).backward()
+    optimizer.step()
 
 
 def no_part(rank: int, size: int) -> None:
@@ -114,6 +144,11 @@ def elsewhere(rank: int, size: int) -> None:
     (twice, "blocks.0.weight: it is dedicated already"), (without_matrices, "Stack has no matrices to dedicate"),
     (in_half, "averaged in torch.float16; give reduce_dtype=torch.float32"),
     (of_two_dtypes, "matrices are of torch.bfloat16 and torch.float32; give param_dtype"),
+    (in_distributed_data_parallel, "DistributedDataParallel averages gradients itself"),
+    (not_ignored, "blocks.0.weight is dedicated, and not here; .*ignored_params="),
+    (replaced, "mixer.weight was dedicated, and has been replaced since"),
+    (muon_first, "blocks.0.weight is dedicated, and this Muon cannot move it; make Muon"),
+    (moved_by_others, "blocks.0.weight is dedicated, and this AdamW cannot"),
     (no_part, "units: Linear is no part of the model"), (on_one_rank, "dedicated matrices.*not the same on rank 1"),
     (rest_is_whole, "'embedding.weight' is neither dedicated nor sharded; call fully_shard"),
     (others_for_muon, "'mixer.weight' is dedicated, and AdamW's here"), (not_dedicated, "call dedicate first"),
