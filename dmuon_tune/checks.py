@@ -80,7 +80,7 @@ def one_of(option: str, value: Any, known: Iterable[str], where: str = "") -> No
         raise UsageError(f"{where}unknown {option} {shown(value)}; choose one of {', '.join(listed)}")
 
 
-def instance(option: str, value: Any, kind: type) -> None:
+def instance(option: str, value: Any, kind: type, or_none: bool = True) -> None:
     """An object of this type, or None."""
-    if value is not None and not isinstance(value, kind):
+    if not (value is None and or_none) and not isinstance(value, kind):
         raise UsageError(f"{option} must be a {kind.__name__}, not {shown(value)}")

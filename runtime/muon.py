@@ -120,7 +120,7 @@ class Muon(EagerOptimizer):
         check_adamw(self._adamw_options, "adamw_")
         checks.flag("skip_nonfinite", skip_nonfinite)
         checks.flag("verbose", verbose)
-        self._skip_nonfinite, self._momentum_dtype = skip_nonfinite, dtype_of(momentum_dtype)
+        self._skip_nonfinite, self._momentum_dtype = skip_nonfinite, dtype_of("momentum_dtype", momentum_dtype)
         self.skipped_steps = 0  # by skip_nonfinite, since this object was made
         self._fixed: dict[Tensor, dict[str, Any]] = {}  # by a group's first parameter
         self._gather: Gather | None = None

@@ -286,13 +286,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1
 
 
-def dtype_of(given: Any) -> torch.dtype | None:
+def dtype_of(option: str, given: Any) -> torch.dtype | None:
     """UsageError unless None, or a floating-point dtype or its name."""
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if dtype is None and given is None:
         return None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise UsageError(f"momentum_dtype must be such as float32 or bfloat16, not {shown(given)}")
+        raise UsageError(f"{option} must be such as float32 or bfloat16, not {shown(given)}")
     return dtype
 
 

@@ -75,6 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("second")
     parser.add_argument("--within", type=float, default=0.01, help="of each other's time (default: 0.01)")
     args = parser.parse_args(arguments)
+    if not args.within > 0:
+        parser.error(f"argument --within: {args.within:g} is not more than 0")
     first, second = Tuning.read(args.first), Tuning.read(args.second)
     common = [problem for problem in first.winners if problem in second.winners]
     rows, far = [], 0

@@ -109,5 +109,6 @@ def _named(model: nn.Module, given: Iterable[nn.Module]) -> dict[str, nn.Module]
     units = checks.each_of("units", given, nn.Module)
     for unit in units:
         if unit not in names or unit is model:
-            raise UsageError(f"units: {type(unit).__name__} is no part of the model; give modules inside it")
+            what = "the model itself" if unit is model else "no part of the model"
+            raise UsageError(f"units: {type(unit).__name__} is {what}; give modules inside it")
     return {names[unit]: unit for unit in units}

@@ -57,22 +57,26 @@ def dedicate(
     from .model import DedicatedModel
     from .owners import owners_of
 
-    checks.instance("model", model, nn.Module)
-    checks.instance("mesh", mesh, DeviceMesh)
+    checks.instance("model", model, nn.Module, or_none=False)
+    checks.instance("mesh", mesh, DeviceMesh, or_none=False)
     checks.flag("reshard_after_forward", reshard_after_forward)
     control = Control(_group_of(mesh), check_timeout(timeout))
-    said, error = list[object](), None
+    said, options, error = list[object](), dict[str, object](), None
     try:
         found = candidates_of(model, include, exclude, splits, flatten)
-        dtypes = dtypes_of(found, dtype_of(param_dtype), dtype_of(reduce_dtype))
+        dtypes = dtypes_of(found, dtype_of("param_dtype", param_dtype), dtype_of("reduce_dtype", reduce_dtype))
         parts = units_of(model, units, found)
         grid = Grid.of(mesh, control.group)
         said += [[each.name, str(each.dtype), each.shapes] for each in found.values()]
-        said += [list(map(str, dtypes)), [name for name, _, _ in parts], reshard_after_forward]
+        options = {
+            "param_dtype and reduce_dtype": list(map(str, dtypes)), "units": [name for name, _, _ in parts],
+            "reshard_after_forward": reshard_after_forward,
+        }
     except Exception as raised:
         error = raised
     control.agree("dedicate", error=error)
-    control.same(said, "dedicated matrices")
+    for what, given in {"dedicated matrices": said, **options}.items():
+        control.same(given, what)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -89,7 +93,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     from ..distributed.whole import keepers_of
 
-    keepers = keepers_of(model)
+    checks.instance("model", model, nn.Module, or_none=False)
+    keepers = keepers_of(model.parameters())
     if not keepers:
         raise UsageError(f"no_sync: {type(model).__name__} has no dedicated matrices; call dedicate first")
 

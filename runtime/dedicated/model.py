@@ -99,8 +99,9 @@ class DedicatedModel:
 
     def unreduced(self) -> str | None:
         """See :class:`Keeper`."""
+        self._passes.settle()
         for unit in self._units:
-            for place in unit.sums.waiting:
+            for place in unit.sums.waiting | unit.sums.lost:
                 if unit.members[place].p.grad is not None:
                     return unit.members[place].whole.name
         return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +56,14 @@ class Passes:
         self._backward: Backward | None = None
         self._transfers = 0  # so far, which ranks compare
         model.register_forward_pre_hook(self._enter, prepend=True)
-        for unit, module in units:
+        for at, (unit, module) in enumerate(units):
             if module is not model:
                 module.register_forward_pre_hook(partial(self._use, unit))
                 module.register_forward_hook(partial(self._used, unit))
             for place, member in enumerate(unit.members):
                 p: Any = member.p  # whose methods have no types
-                p.register_hook(partial(self._comes, unit, place))
-                p.register_post_accumulate_grad_hook(partial(self._came, unit, place))
+                p.register_hook(_weakly(self._comes, at, place))
+                p.register_post_accumulate_grad_hook(_weakly(self._came, at, place))
         model.register_forward_hook(self._leave)
 
     def release(self) -> None:
@@ -83,7 +84,7 @@ class Passes:
                 sum_.wait()
             self._backward = None
             for unit in self._units:
-                unit.sums.forget()
+                unit.sums.lose()
             self.release()
 
     @uncompiled
@@ -186,24 +187,25 @@ class Passes:
         return self._backward
 
     @uncompiled
-    def _comes(self, unit: Unit, place: int, gradient: Tensor) -> None:
+    def _comes(self, at: int, place: int, gradient: Tensor) -> None:
         """A gradient is complete, before autograd adds it."""
+        unit = self._units[at]
         member = unit.members[place]
         backward = self._begin_backward()
         if unit in backward.expected and unit not in backward.going and self.reduces:
             raise UsageError(
                 f"{member.whole.name}: another gradient came after those of {unit.name} were summed over the ranks; "
-                "checkpoint activations with use_reentrant=False"
+                "checkpoint activations with use_reentrant=False, and freeze nothing between a forward and its backward"
             )
         unit.sums.hold(place, member.p.grad)
         member.p.grad = None
 
     @uncompiled
-    def _came(self, unit: Unit, place: int, p: Tensor) -> None:
-        backward, gradient = self._begin_backward(), p.grad
+    def _came(self, at: int, place: int, p: Tensor) -> None:
+        unit, backward, gradient = self._units[at], self._begin_backward(), p.grad
         assert gradient is not None
         unit.sums.add(place, gradient)
-        p.grad = None
+        p.grad = unit.sums.before
         if len(unit.sums.fresh) < backward.expected[unit]:
             return
         if len(unit.sums.fresh) == len(unit.members):
@@ -231,9 +233,9 @@ class Passes:
     def _agreed(self, backward: Backward) -> dict[Unit, list[int]]:
         """The places of those that have a gradient on any rank, by unit; collective."""
         for unit in self._units:
-            for place in unit.sums.waiting - unit.sums.fresh:
+            for place in (unit.sums.waiting | unit.sums.lost) - unit.sums.fresh:
                 if unit.members[place].p.grad is None:  # dropped meanwhile
-                    unit.sums.waiting.discard(place)
+                    unit.sums.drop(place)
         flags = [place in unit.sums.waiting for unit in self._units for place in range(len(unit.members))]
         what = f"backward after {self._transfers - len(backward.sums)} transfers of weights"
         found = iter(self._control.agree(what, flags))
@@ -248,9 +250,8 @@ class Passes:
         for unit, sum_ in backward.sums:
             own = self._own(unit, sum_.wait())
             for place in given[unit]:
-                member, before = unit.members[place], unit.sums.before.get(place)
-                before = member.p.grad if before is None else before
-                gradient = own.get(place, member.whole.mark)
+                member = unit.members[place]
+                before, gradient = member.p.grad, own.get(place, member.whole.mark)
                 if place in own and before is not None and before is not member.whole.mark:
                     gradient = before.add_(gradient)
                 member.p.grad = gradient
@@ -266,10 +267,21 @@ class Passes:
         """Parameters whose gradients wait show that they have one."""
         for unit in self._units:
             for place in unit.sums.fresh:
-                member, before = unit.members[place], unit.sums.before.get(place)
-                member.p.grad = member.whole.mark if before is None else before
-            unit.sums.fresh.clear()
-            unit.sums.before.clear()
+                member = unit.members[place]
+                member.p.grad = member.whole.mark if member.p.grad is None else member.p.grad
+            unit.sums.end()
+
+
+def _weakly(method: Callable[..., None], *given: int) -> Callable[[Tensor], None]:
+    """A parameter's hook, which keeps nothing alive: no collector would see that it does."""
+    reference = WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        found = reference()
+        assert found is not None
+        found(*given, tensor)
+
+    return call
 
 
 def _in_backward() -> bool:

@@ -120,14 +120,17 @@ class Sums:
     """The gradients of a unit's matrices on this rank, packed by owner while they are not reduced.
 
     ``fresh`` are the places of those that came in this backward, ``waiting`` of those that are in the buffer,
-    ``before`` what each one's ``.grad`` was when it came.
+    ``before`` what the ``.grad`` was of one that is just coming. ``lost`` are those of which an exception has taken
+    what no_sync had added up.
     """
 
     def __init__(self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, grid: Grid) -> None:
         self.dtype, self.packing = dtype, Packing(members, grid, dtype.itemsize)
         self.fresh: set[int] = set()
         self.waiting: set[int] = set()
-        self.before: dict[int, Tensor | None] = {}
+        self.lost: set[int] = set()
+        self._added_up: set[int] = set()  # of those that are fresh, earlier ones too
+        self.before: Tensor | None = None
         self.buffer: Tensor | None = None
         self._device = device
         self._views: list[Tensor] = []
@@ -135,9 +138,16 @@ class Sums:
     def hold(self, place: int, before: Tensor | None) -> None:
         """A gradient is about to come to a parameter whose ``.grad`` is ``before``: without one, earlier are void."""
         if place not in self.fresh:
-            self.before[place] = before
             if before is None:
-                self.waiting.discard(place)
+                self.drop(place)
+            elif place in self.waiting:
+                self._added_up.add(place)
+        self.before = before
+
+    def drop(self, place: int) -> None:
+        """Earlier gradients are void."""
+        self.waiting.discard(place)
+        self.lost.discard(place)
 
     def add(self, place: int, gradient: Tensor) -> None:
         if self.buffer is None:
@@ -159,9 +169,18 @@ class Sums:
         found, self.buffer, self._views = self.buffer, None, []
         return found
 
+    def lose(self) -> None:
+        """A backward has broken off: what it has brought is void, and in the buffer cannot be told from the rest."""
+        self.lost |= (self.waiting - self.fresh) | self._added_up
+        self.forget()
+
     def forget(self) -> None:
-        """What has come is void."""
-        self.fresh.clear()
+        """What has come is summed."""
         self.waiting.clear()
-        self.before.clear()
         self.buffer, self._views = None, []
+        self.end()
+
+    def end(self) -> None:
+        """The backward is over."""
+        self.fresh.clear()
+        self._added_up.clear()

@@ -17,7 +17,7 @@ from dmuon_tune.errors import DmuonTuneError, UsageError
 from dmuon_tune.words import counted, shown
 
 from ..mode import check_group
-from .whole import is_elsewhere, whole_of
+from .whole import check_reduced, is_elsewhere, keepers_of, whole_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,6 +46,7 @@ def clip_grad_norm_(
             raise UsageError(f"{option} must be a positive number or inf, not {shown(value)}")
     check_group(process_group)
     power, found = float(norm_type), _listed(parameters)
+    check_reduced(keepers_of(found))
     pairs = [(p, p.grad) for p in found if p.grad is not None and not is_elsewhere(p)]
     gradients = [gradient for _, gradient in pairs]
     if any(gradient.layout != torch.strided for gradient in gradients):

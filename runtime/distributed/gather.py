@@ -35,8 +35,8 @@ from .pipeline import SLOTS, Moving, Pipeline, Stage
 from .placement import Found, Survey, owners_of, survey
 from .reading import Reading
 from .rounds import Item, Lane, rounds
-from .whole import Keeper, is_elsewhere, weight_of, whole_of
-from .wholes import check_reduced, collect, keepers_of, spread
+from .whole import Keeper, check_reduced, is_elsewhere, weight_of, whole_of
+from .wholes import collect, keepers_of, spread
 
 if TYPE_CHECKING:
     from ..muon import Muon
@@ -298,8 +298,8 @@ class Gather:
         parameters = list(optimizer._parameters())
         told = bytes(len(parameters))  # no gradient
         try:
-            told, moving = self._reading.next(optimizer, parameters)
             check_reduced(self._keepers)
+            told, moving = self._reading.next(optimizer, parameters)
             options = options_of(optimizer.param_groups)
             finite = not optimizer._skip_nonfinite or are_finite(
                 each for p, each in zip(parameters, moving.gradients, strict=True)

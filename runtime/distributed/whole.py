@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from dmuon_tune.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,7 +33,8 @@ class Keeper(Protocol):
         ...
 
     def unreduced(self) -> str | None:
-        """The name of a parameter whose gradient is not summed over the ranks yet."""
+        """The name of a parameter whose gradient is not summed over the ranks yet; first ends what an exception has
+        broken off."""
         ...
 
     def spread(self, whole: Whole, value: Tensor) -> Tensor:
@@ -77,7 +81,18 @@ def is_elsewhere(p: Tensor) -> bool:
     return whole is not None and not whole.is_here
 
 
-def keepers_of(module: nn.Module) -> list[Keeper]:
-    """The models of which some of a module's parameters are kept whole."""
-    wholes = (whole_of(p) for p in module.parameters())
+def keepers_of(parameters: Iterable[Tensor]) -> list[Keeper]:
+    """The models of which some of these are kept whole."""
+    wholes = map(whole_of, parameters)
     return list(dict.fromkeys(whole.keeper for whole in wholes if whole is not None))
+
+
+def check_reduced(keepers: Iterable[Keeper]) -> None:
+    """UsageError where a gradient is not summed over the ranks."""
+    for keeper in keepers:
+        name = keeper.unreduced()
+        if name is not None:
+            raise UsageError(
+                f"{name}: its gradient was added up in no_sync alone; run a step's last backward outside, and after an "
+                "exception all of them anew, from zero_grad"
+            )

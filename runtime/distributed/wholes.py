@@ -40,14 +40,6 @@ def keepers_of(optimizer: Muon) -> list[Keeper]:
     return list(keepers)
 
 
-def check_reduced(keepers: Sequence[Keeper]) -> None:
-    """UsageError where a gradient is not summed over the ranks."""
-    for keeper in keepers:
-        name = keeper.unreduced()
-        if name is not None:
-            raise UsageError(f"{name}: its gradient was added up in no_sync alone; run a step's last backward outside")
-
-
 def spread(
     optimizer: Muon, matrices: Sequence[Matrix], dtype: torch.dtype | None
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -48,6 +48,8 @@ def test_winners_are_the_same_or_so_far_apart(tmp_path: Path) -> None:
     assert "2 with winners more than 1% apart" in done.stderr
     assert compare(first, second, "--within", "0.11").returncode == 0
     assert "chain" not in done.stdout + done.stderr
+    backwards = compare(first, second, "--within", "-1")
+    assert backwards.returncode == 2 and "--within: -1 is not more than 0" in backwards.stderr
     missing = compare(first, "nowhere.sqlite")
     assert missing.returncode == 4 and missing.stderr.startswith("compare_caches: error: no cache at")
 

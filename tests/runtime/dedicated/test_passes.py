@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dmuon_tune.errors import PeerError, UsageError
-from dmuon_tune.runtime import Muon, no_sync
+from dmuon_tune.runtime import Muon, clip_grad_norm_, no_sync
 from dmuon_tune.runtime.distributed.control import Control
 from dmuon_tune.runtime.distributed.whole import whole_of
 
@@ -248,6 +249,65 @@ def test_a_backward_that_breaks_off_on_all_ranks_leaves_nothing(worlds: Worlds) 
                 torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+def broken_later(rank: int, size: int) -> None:
+    """A backward that raises after others that have brought gradients, averaged or only added up."""
+    model = dedicated(size)
+    optimizer = Muon(model, verbose=False)
+
+    def break_off() -> None:
+        handle = model.blocks[2].register_forward_hook(lambda module, given, result: Breaks.apply(result))
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, 99).backward()
+        handle.remove()
+
+    loss_of(model, rank).backward()
+    first = {name: p.grad.clone() for name, p in matrices(model).items()}
+    break_off()
+    assert all(p.grad is not None and p.grad.equal(first[name]) for name, p in matrices(model).items())
+    before = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    clip_grad_norm_(model, 1e9)
+    optimizer.step()
+    assert not any(model.state_dict()[name].full_tensor().equal(before[name]) for name in first)
+    break_off()
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, rank).backward()
+        found.append([p.grad for p in matrices(model).values()])
+    assert all(map(torch.equal, *found)), "nothing comes back after zero_grad"
+    optimizer.zero_grad()
+    with no_sync(model):
+        loss_of(model, rank).backward()
+    break_off()
+    loss_of(model, rank).backward()
+    for use in (optimizer.step, lambda: clip_grad_norm_(model, 1.0)):
+        with pytest.raises(UsageError, match="after an exception all of them anew, from zero_grad"):
+            use()
+    optimizer.zero_grad()
+    loss_of(model, rank).backward()
+    optimizer.step()
+
+
+def test_gradients_before_a_backward_that_breaks_off_stay_or_are_refused(worlds: Worlds) -> None:
+    worlds(2).run(broken_later)
+
+
+def freed(rank: int, size: int) -> list[int]:
+    found = []
+    for _ in range(2):
+        model = dedicated(size)
+        loss_of(model, rank).backward()
+        del model
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+def test_connections_go_with_the_model(worlds: Worlds) -> None:
+    for first, second in worlds(2).run(freed):
+        assert first == second
+
+
 def not_reduced(rank: int, size: int) -> None:
     model = dedicated(size)
     optimizer = Muon(model, verbose=False)
@@ -255,6 +315,8 @@ def not_reduced(rank: int, size: int) -> None:
     with no_sync(model):
         loss_of(model, 0).backward()
     assert before is None and model.blocks[0].weight.grad is not None
+    with pytest.raises(UsageError, match="added up in no_sync alone"):
+        clip_grad_norm_(model, 1.0)
     with pytest.raises(UsageError, match="added up in no_sync alone"):
         optimizer.step()
     optimizer.zero_grad()

@@ -93,6 +93,28 @@ def no_part(rank: int, size: int) -> None:
     dedicate(Stack(), mesh_of("fsdp", size), units=[nn.Linear(2, 2)])
 
 
+def of_itself(rank: int, size: int) -> None:
+    model = Stack()
+    dedicate(model, mesh_of("fsdp", size), units=[model])
+
+
+def of_no_dtype(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), reduce_dtype="bf17")
+
+
+def without_a_mesh(rank: int, size: int) -> None:
+    dedicate(Stack(), None)  # type: ignore[arg-type]
+
+
+def of_no_model(rank: int, size: int) -> None:
+    with no_sync(None):  # type: ignore[arg-type]
+        pass
+
+
+def averaged_otherwise(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), reduce_dtype="float32" if rank else "float64")
+
+
 def on_one_rank(rank: int, size: int) -> None:
     dedicate(Stack(), mesh_of("fsdp", size), exclude=("mixer.*",) if rank else ())
 
@@ -149,7 +171,10 @@ def elsewhere(rank: int, size: int) -> None:
     (replaced, "mixer.weight was dedicated, and has been replaced since"),
     (muon_first, "blocks.0.weight is dedicated, and this Muon cannot move it; make Muon"),
     (moved_by_others, "blocks.0.weight is dedicated, and this AdamW cannot"),
-    (no_part, "units: Linear is no part of the model"), (on_one_rank, "dedicated matrices.*not the same on rank 1"),
+    (no_part, "units: Linear is no part of the model"), (of_itself, "units: Stack is the model itself"),
+    (of_no_dtype, "reduce_dtype must be such as float32"), (without_a_mesh, "mesh must be a DeviceMesh, not None"),
+    (of_no_model, "model must be a Module, not None"), (averaged_otherwise, "reduce_dtype.*not the same on rank 1"),
+    (on_one_rank, "dedicated matrices.*not the same on rank 1"),
     (rest_is_whole, "'embedding.weight' is neither dedicated nor sharded; call fully_shard"),
     (others_for_muon, "'mixer.weight' is dedicated, and AdamW's here"), (not_dedicated, "call dedicate first"),
     (of_another_shape, r"mixer.weight is \(12, 12\), in the state dict \(3, 4\)"),
