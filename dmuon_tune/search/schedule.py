@@ -17,8 +17,8 @@ def _anything(work: object) -> bool:
 
 
 class Schedule:
-    """The order of all problems' candidates: the library's for every problem, then another kernel's untuned
-    configuration for every problem in each round, then one candidate at a time of the problem where it is worth most:
+    """The order of all problems' candidates: one kernel's untuned configuration for every problem in each round, in the
+    order of its kernels, then one candidate at a time of the problem where it is worth most:
     each gets trials in proportion to the time that the model spends in it. Of chains' ends one candidate comes after
     every ENDS_AFTER of others, all of them where nothing else is left; an end starts from what was found for its
     product, so it waits for the untuned configurations there.

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ..distributed.cases import Steps, assert_equal
-from ..distributed.layouts import named
-from ..distributed.test_resume import BEFORE, load, plans, reloaded, resumed, saved
+from ..distributed.test_resume import (
+    BEFORE,
+    check_one_process_goes_on_and_back,
+    check_others_go_on,
+    plans,
+    reloaded,
+    resumed,
+    saved,
+)
 from ..distributed.world import Worlds
 
 
@@ -24,30 +30,11 @@ from ..distributed.world import Worlds
 def test_another_world_and_the_other_way_go_on(
     worlds: Worlds, tmp_path: Path, size: int, layout: str, others: Any
 ) -> None:
-    before, after, wanted = plans(Steps(options={"momentum_form": "ema"}))
-    worlds(size).run(saved, layout, before, str(tmp_path))
-    for other_size, other in others:
-        ranks = worlds(other_size).run(resumed, other, after, str(tmp_path), {})
-        assert_equal(after, ranks, wanted, f"{layout} on {size}, then {other} on {other_size}")
+    check_others_go_on(worlds, tmp_path, size, layout, others)
 
 
 def test_one_process_goes_on_and_back(worlds: Worlds, tmp_path: Path) -> None:
-    before, after, wanted = plans(Steps())
-    worlds(3).run(saved, "dedicated", before, str(tmp_path / "world"))
-    model = after.model()
-    optimizer = after.optimizer(model)
-    load(model, optimizer, str(tmp_path / "world"), no_dist=True)
-    after.run(optimizer, named(model), lambda _, full: full, BEFORE)
-    found = {name: (torch.arange(p.numel()).view(p.shape), p.detach()) for name, p in named(model).items()}
-    assert_equal(after, [found], wanted, "dedicated on 3, then one process")
-
-    single = before.model()
-    first = before.optimizer(single)
-    before.run(first, named(single), lambda _, full: full)
-    weights, state = get_state_dict(single, first)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "single"), no_dist=True)
-    ranks = worlds(2).run(resumed, "dedicated", after, str(tmp_path / "single"), {})
-    assert_equal(after, ranks, wanted, "one process, then dedicated on 2")
+    check_one_process_goes_on_and_back(worlds, tmp_path, 3, "dedicated", "dedicated")
 
 
 @pytest.mark.parametrize("through", ["itself", "file", "whole"])

@@ -98,13 +98,8 @@ def plans(plan: Steps) -> tuple[Steps, Steps, dict[str, Tensor]]:
     return before, after, alone(all_of_it)
 
 
-@pytest.mark.parametrize(("size", "layout", "others"), [
-    (4, "fsdp", [(2, "fsdp"), (1, "fsdp"), (4, "hsdp"), (3, "ddp")]),
-    (4, "hsdp", [(4, "fsdp"), (2, "tp")]),
-    (4, "tp", [(2, "fsdp"), (4, "tp")]),
-    (2, "ddp", [(3, "fsdp"), (1, "ddp")]),
-])
-def test_another_world_goes_on(worlds: Worlds, tmp_path: Path, size: int, layout: str, others: Any) -> None:
+def check_others_go_on(worlds: Worlds, tmp_path: Path, size: int, layout: str, others: Any) -> None:
+    """What ``size`` ranks have saved goes on on each of the ``others``, (ranks, layout)."""
     before, after, wanted = plans(Steps(options={"momentum_form": "ema"}))
     worlds(size).run(saved, layout, before, str(tmp_path))
     for other_size, other in others:
@@ -112,23 +107,38 @@ def test_another_world_goes_on(worlds: Worlds, tmp_path: Path, size: int, layout
         assert_equal(after, ranks, wanted, f"{layout} on {size}, then {other} on {other_size}")
 
 
-def test_one_process_goes_on_and_back(worlds: Worlds, tmp_path: Path) -> None:
+def check_one_process_goes_on_and_back(worlds: Worlds, tmp_path: Path, size: int, layout: str, back: str) -> None:
+    """What ``size`` ranks have saved goes on in one process, and what that has saved on two ranks."""
     before, after, wanted = plans(Steps())
-    worlds(4).run(saved, "tp", before, str(tmp_path / "world"))
+    worlds(size).run(saved, layout, before, str(tmp_path / "world"))
     model = after.model()
     optimizer = after.optimizer(model)
     load(model, optimizer, str(tmp_path / "world"), no_dist=True)
     after.run(optimizer, named(model), lambda _, full: full, BEFORE)
     found = {name: (torch.arange(p.numel()).view(p.shape), p.detach()) for name, p in named(model).items()}
-    assert_equal(after, [found], wanted, "tp on 4, then one process")
+    assert_equal(after, [found], wanted, f"{layout} on {size}, then one process")
 
     single = before.model()
     first = before.optimizer(single)
     before.run(first, named(single), lambda _, full: full)
     weights, state = get_state_dict(single, first)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(tmp_path / "single"), no_dist=True)
-    ranks = worlds(2).run(resumed, "fsdp", after, str(tmp_path / "single"), {})
-    assert_equal(after, ranks, wanted, "one process, then fsdp on 2")
+    ranks = worlds(2).run(resumed, back, after, str(tmp_path / "single"), {})
+    assert_equal(after, ranks, wanted, f"one process, then {back} on 2")
+
+
+@pytest.mark.parametrize(("size", "layout", "others"), [
+    (4, "fsdp", [(2, "fsdp"), (1, "fsdp"), (4, "hsdp"), (3, "ddp")]),
+    (4, "hsdp", [(4, "fsdp"), (2, "tp")]),
+    (4, "tp", [(2, "fsdp"), (4, "tp")]),
+    (2, "ddp", [(3, "fsdp"), (1, "ddp")]),
+])
+def test_another_world_goes_on(worlds: Worlds, tmp_path: Path, size: int, layout: str, others: Any) -> None:
+    check_others_go_on(worlds, tmp_path, size, layout, others)
+
+
+def test_one_process_goes_on_and_back(worlds: Worlds, tmp_path: Path) -> None:
+    check_one_process_goes_on_and_back(worlds, tmp_path, 4, "tp", "fsdp")
 
 
 @pytest.mark.parametrize(("layout", "through"), [
