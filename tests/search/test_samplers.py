@@ -42,6 +42,21 @@ def test_the_process_follows_the_slopes_of_its_loss() -> None:
     assert sampler._fit(known, values).loss < before
 
 
+def test_as_much_is_expected_as_ruggedness_gains() -> None:
+    space, expected, gained = whole(*([tuple(range(1, 7))] * 3)), [], []
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        logs, order, sampler = rng.normal(size=len(space)), rng.permutation(len(space)), GpSampler(space, 0)
+        known, unseen = order[:40], order[40:]
+        for row in known:
+            sampler.observe(int(row), float(np.exp(logs[row])))
+        for _ in range(10):  # each goes on with the fit
+            improvement = sampler._expected(unseen)
+        expected.append(improvement.mean())
+        gained.append(np.maximum(logs[known].min() - logs[unseen], 0).mean() / logs[known].std())
+    assert 0.8 < np.mean(expected) / np.mean(gained) < 1.25
+
+
 def test_all_but_every_third_pick_are_next_to_one_of_the_fastest() -> None:
     space = whole(*([tuple(range(1, 7))] * 4))
     sampler, is_unseen = sampler_type("combined")(space, 0), np.ones(len(space), dtype=bool)
