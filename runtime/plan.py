@@ -24,7 +24,7 @@ from dmuon_tune.chains import Launches, last_product
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import DmuonTuneError, MissingEntryError, UsageError
 from dmuon_tune.measure import untuned
-from dmuon_tune.measure.build import compile_kernel
+from dmuon_tune.measure.build import compiled_kernel
 from dmuon_tune.problem import DTYPES, Problem
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, Recipe, chain, default_dtype
 from dmuon_tune.words import counted
@@ -137,7 +137,7 @@ def plan(
     on_miss: str | None = None,
     steps: int = DEFAULT_STEPS,
     restarts: Sequence[int] | None = None,
-    build: Callable[..., CompiledKernel] = compile_kernel,
+    build: Callable[..., CompiledKernel] = compiled_kernel,
 ) -> Plan:
     """Resolve every product of the groups' chains to a compiled callable; nothing else of the runtime reads files.
 

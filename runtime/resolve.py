@@ -15,7 +15,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.errors import NoLegalConfigError, UsageError
 from dmuon_tune.kernel_specs import kernel, kernels, ops
 from dmuon_tune.measure import untuned
-from dmuon_tune.measure.build import compile_kernel, is_of_todays_code, load_artefact, tuning_key
+from dmuon_tune.measure.build import compiled_kernel, is_of_todays_code, load_artefact, tuning_key
 from dmuon_tune.measure.winners import kept_winner, library_kernel
 from dmuon_tune.problem import Problem, distance, same_code
 from dmuon_tune.recipe import Pick
@@ -67,7 +67,7 @@ class Resolver:
     """Binds problems on one device, each once; collects what was ``missing`` and which tuned kernels failed.
 
     Where the caches hold a kernel's compiled code, that is loaded, and its DSL need not be here. ``build`` makes the
-    callable of what they do not hold, called as :func:`dmuon_tune.measure.build.compile_kernel` is; a ``build`` that is
+    callable of what they do not hold, as :func:`dmuon_tune.measure.build.compiled_kernel` does; a ``build`` that is
     another one is called for all, and nothing is loaded or checked. Else what was measured elsewhere is checked once
     before it serves.
     """
@@ -77,9 +77,9 @@ class Resolver:
         device: DeviceFingerprint,
         layers: Layers,
         use_nearest: bool,
-        build: Callable[..., CompiledKernel] = compile_kernel,
+        build: Callable[..., CompiledKernel] = compiled_kernel,
     ) -> None:
-        self._build, self._loads = build, build is compile_kernel
+        self._build, self._loads = build, build is compiled_kernel
         self._unusable: set[str] = set()  # ids of artefacts that are damaged or do not run here
         self._revalidation = Revalidation(layers, device) if self._loads else None
         self.device = device

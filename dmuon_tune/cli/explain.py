@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from dmuon_tune.cache import Layers
-    from dmuon_tune.measure.build import compile_kernel
+    from dmuon_tune.measure.build import compiled_kernel
     from dmuon_tune.runtime import plan
     from dmuon_tune.runtime.plan import ON_MISS_VARIABLE, device_context
     from dmuon_tune.runtime.resolve import Resolver
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         caches.described(args.cache)  # said plainly where it cannot be read
         environ["DMUON_TUNE_CACHE_PATH"] = args.cache if "://" in args.cache else os.path.abspath(args.cache)
     with Layers.open(environ) as layers:
-        build = compile_kernel if args.compile else _not_compiled
+        build = compiled_kernel if args.compile else _not_compiled
         on_miss = "heuristic" if policy in ("tune", "error") else policy  # the tables first; explaining tunes nothing
         resolved = plan(work.groups, args.device, args.dtype, layers, on_miss=on_miss, build=build)
         with device_context(torch.device(resolved.device)):

@@ -6,6 +6,8 @@ import json
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from dmuon_tune.backends import CompiledKernel, backends, load, load_portable, portable
 from dmuon_tune.cache.artefacts import Artefact, ArtefactError, ArtefactStore
 from dmuon_tune.cache.key import TuningKey
@@ -18,7 +20,8 @@ from dmuon_tune.spec import KernelSpec
 
 from .verify import VALIDATION
 
-COMPILED = 128  # kernels that a measuring process keeps: for races, and for chains, most of which differ in one product
+# Kernels that a process keeps: for races; for chains, most of which differ in one product; for a next optimizer.
+COMPILED = 128
 
 
 def compile_kernel(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> CompiledKernel:
@@ -44,14 +47,22 @@ def load_artefact(store: ArtefactStore, artefact: Artefact) -> CompiledKernel:
         raise ArtefactError(f"the artefact of {artefact.label()} in {store.folder} cannot run here: {error}") from error
 
 
+def compiled_kernel(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> CompiledKernel:
+    """What :func:`compile_kernel` makes, from memory where this process has made it for the same device before."""
+    index = torch.cuda.current_device() if device.kind == "cuda" else None
+    return _compiled(spec, problem, config_json(config), device, index)
+
+
 def compile_once(name: str, problem: Problem, config: dict[str, Any], device: DeviceFingerprint) -> CompiledKernel:
-    """The same by the kernel's name and the configuration's fields, from memory where this process has it."""
-    return _compiled(name, problem, config_json(config_from_dict(kernel(name).Config, config)), device)
+    """The same by the kernel's name and the configuration's fields."""
+    spec = kernel(name)
+    return compiled_kernel(spec, problem, config_from_dict(spec.Config, config), device)
 
 
 @lru_cache(COMPILED)
-def _compiled(name: str, problem: Problem, config: str, device: DeviceFingerprint) -> CompiledKernel:
-    spec = kernel(name)
+def _compiled(
+    spec: KernelSpec, problem: Problem, config: str, device: DeviceFingerprint, index: int | None
+) -> CompiledKernel:
     return compile_kernel(spec, problem, config_from_dict(spec.Config, json.loads(config)), device)
 
 

@@ -68,6 +68,16 @@ def test_tuned_entries_are_used_in_silence(cache_file: Path, caplog: pytest.LogC
     assert not resolved.missing and not resolved.command and not caplog.records
 
 
+def test_what_a_process_has_compiled_serves_the_next_plan_too(cache_file: Path) -> None:
+    def launches(group: Group) -> dict[Problem, Any]:
+        return {problem: bound.launch for problem, bound in plan([group], "cpu").groups[group].bindings.items()}
+
+    before = launches(GROUP)
+    assert launches(GROUP) == before and launches(Group(2, 16, 64)) != before
+    tune_with_library(cache_file)  # another configuration
+    assert not before.items() & launches(GROUP).items()
+
+
 def test_a_miss_warns_once_with_the_command(cache_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     groups = [GROUP, Group(3, 40, 8)]
     resolved = plan(groups, "cpu", "bfloat16")
