@@ -12,16 +12,18 @@ WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 # The slowest tests that 'make test' names at its end.
 DURATIONS ?= 10
 
-# --no-compile: Python compiles what is imported, a small part of all that is installed.
+# --no-compile: Python compiles what is imported, a small part of all that is installed. It keeps that for the next process,
+# whatever the environment says: tests start hundreds of them.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(abspath $(VENV))/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-compile
 INSTALL_TORCH = $(if $(strip $(TORCH)),$(PIP) "$(strip $(TORCH))",@:)
 
-.PHONY: help demo test lint style types clean
+.PHONY: help demo test pytest lint style types clean
 
 help:
 	@echo "make demo   tune a tiny model's products on the CPU, then train it with what was tuned"
-	@echo "make test   lint, type-check and run every test"
+	@echo "make test   lint, type-check and run the tests"
 	@echo "make lint   ruff and mypy alone"
 	@echo "make clean  remove build outputs and the demo's cache; the environment stays"
 
@@ -31,7 +33,10 @@ demo: $(VENV)/.installed-demo
 	@echo "== train: Muon finds that cache by itself; AdamW from the same start beside it"
 	DMUON_TUNE_CACHE_DIR="$(abspath $(DEMO))" $(BIN)/python examples/train_tiny.py --device cpu
 
-test: lint
+test: style
+	@$(MAKE) --no-print-directory --jobs 2 pytest types
+
+pytest: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  --durations $(DURATIONS)
 
@@ -43,7 +48,7 @@ style: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	@rm -rf build
 	$(PIP) --no-deps --no-build-isolation --target build/lint .
-	cd build/lint && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p dmuon_tune
+	cd build/lint && nice $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p dmuon_tune
 
 $(VENV)/.installed-demo: pyproject.toml | $(VENV)/bin/python
 	@echo "== install into $(VENV)"

@@ -26,12 +26,15 @@ QUOTED_PASSWORD = "p%40ss%2Fw%3Ard%25"
 STRANGER = "nobody"  # runs the server where the tests run as root, which PostgreSQL refuses to
 FAST = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "max_connections=50", "shared_buffers=16MB")
 LONGEST = (  # files that 'make test' begins with, so that no worker is left with one of them at the end
-    "search/test_tune.py", "kernel_specs/test_cutedsl.py", "kernel_specs/test_tilelang.py", "search/test_sharing.py",
-    "cli/test_errors.py", "cli/test_tune.py", "kernel_specs/test_polar_cutedsl.py", "measure/test_executor.py",
-    "runtime/distributed/test_equality.py", "runtime/distributed/test_training.py",
-    "runtime/distributed/test_resume.py", "search/test_kills.py", "tools/test_bench_ns.py", "search/test_replay.py",
-    "measure/test_race.py", "tools/test_bench_train.py", "kernel_specs/test_interpreter.py", "test_contributing.py",
-    "cli/test_imports.py", "test_packaging.py", "search/test_recorded.py",
+    "search/test_tune.py", "cli/test_errors.py", "test_examples.py", "kernel_specs/test_tilelang.py",
+    "cli/test_tune.py", "runtime/distributed/test_training.py", "tools/test_bench_train.py",
+    "kernel_specs/test_cutedsl.py", "runtime/distributed/test_equality.py", "cli/test_cache_build.py",
+    "kernel_specs/test_polar_cutedsl.py", "runtime/dedicated/test_training.py", "runtime/test_artefacts.py",
+    "search/test_sharing.py", "cli/test_imports.py", "measure/test_executor.py", "tools/test_stress_cache.py",
+    "runtime/distributed/test_faults.py", "runtime/distributed/test_resume.py", "cli/test_bundles.py",
+    "tools/test_bench_ns.py", "measure/test_race.py", "runtime/dedicated/test_resume.py", "search/test_homes.py",
+    "runtime/distributed/test_modes.py", "test_contributing.py", "search/test_kills.py", "search/test_replay.py",
+    "test_packaging.py", "report/test_report.py", "kernel_specs/test_interpreter.py",
 )
 
 

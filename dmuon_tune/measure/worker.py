@@ -37,6 +37,7 @@ def main(pipe: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     gc.freeze()  # else the collection after each job goes through all that was imported, a tenth of a second
+    gc.enable()  # disabled by the executor's command
     connection = Connection(pipe)
     connection.send(("ready", None))
     while True:

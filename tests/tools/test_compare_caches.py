@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
@@ -16,6 +20,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools"
 SPEC, DEVICE = kernel("gram.tilelang"), fingerprint("cpu")
 
 
@@ -31,14 +36,33 @@ def cache(path: Path, times_us: dict[int, dict[int, float]]) -> str:
     return str(path)
 
 
-def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "compare_caches.py"), *arguments], capture_output=True, text=True,
+Compare = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
+    """The program in this process."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    runner, tool = map(importlib.import_module, ("_runner", "compare_caches"))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["compare_caches", *arguments])
+        code = runner.run("compare_caches", tool.main)
+        return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
+
+    return run
+
+
+def test_as_a_program_its_error_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOLS / "compare_caches.py"), "nowhere.sqlite", "x"], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+    assert done.returncode == 4 and done.stderr.startswith("compare_caches: error: no cache at")
+    assert done.stdout == "" and done.stderr.count("\n") == 1
 
 
-def test_winners_are_the_same_or_so_far_apart(tmp_path: Path) -> None:
+def test_winners_are_the_same_or_so_far_apart(compare: Compare, tmp_path: Path) -> None:
     first = cache(tmp_path / "a.sqlite", {64: {0: 10.0, 1: 30.0}, 96: {0: 10.0, 1: 10.3}, 128: {0: 9.0}, 160: {0: 1.0}})
     second = cache(tmp_path / "b.sqlite", {64: {0: 12.0, 1: 30.0}, 96: {0: 10.3, 1: 10.0}, 128: {1: 9.9}})
     done = compare(first, second)
@@ -54,7 +78,7 @@ def test_winners_are_the_same_or_so_far_apart(tmp_path: Path) -> None:
     assert missing.returncode == 4 and missing.stderr.startswith("compare_caches: error: no cache at")
 
 
-def test_chains_that_both_have_timed_are_set_in_relation(tmp_path: Path) -> None:
+def test_chains_that_both_have_timed_are_set_in_relation(compare: Compare, tmp_path: Path) -> None:
     paths = [cache(tmp_path / name, {64: {0: 10.0}}) for name in ("a.sqlite", "b.sqlite")]
     costs_us = {Group(2, 64, 64): (100.0, 104.0), Group(1, 96, 64): (50.0, 41.0), Group(1, 160, 64): (7.0, None)}
     for place, path in enumerate(paths):
