@@ -31,7 +31,7 @@ from dmuon_tune.runtime import Muon
 WARM_UP, LAST_RATE = 0.05, 0.1
 SHORTER = 0.7  # the part of the steps that Muon should need
 CHECKS, HELD_OUT_BATCHES = 30, 4  # validations a run, batches of each
-ADAMW_RATES, MUON_RATES = "5e-4,1e-3,2e-3,4e-3", "0.01,0.02,0.04,0.08"
+ADAMW_RATES, MUON_RATES = "6e-5,1.2e-4,2.5e-4,5e-4,1e-3", "0.01,0.02,0.04,0.08"
 
 Make = Callable[[ByteModel], Optimizer]
 

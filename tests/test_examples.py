@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dmuon_tune.matrices import select
 from dmuon_tune.models import presets
 
 ROOT = Path(__file__).resolve().parent.parent
-PARAMETERS = "from tiny_model import TinyModel\nfor n, p in TinyModel().named_parameters(): print(n, *p.shape)"
 
 
 def example(*command: str, cache_dir: Path) -> list[str]:
@@ -24,9 +26,10 @@ def example(*command: str, cache_dir: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_model_is_the_preset(tmp_path: Path) -> None:
-    lines = [line.split() for line in example("-c", PARAMETERS, cache_dir=tmp_path)]
-    shapes = {name: tuple(int(extent) for extent in shape) for name, *shape in lines}
+def test_the_model_is_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    model = importlib.import_module("tiny_model").TinyModel()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert shapes == dict(presets.load("tiny").parameters)
     assert select(shapes.items()).counts() == {(64, 64): 8, (192, 64): 2, (64, 192): 2}
 

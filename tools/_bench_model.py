@@ -26,7 +26,7 @@ RECOMPUTED_PARAMETERS = 3e9  # from there on blocks are recomputed in the backwa
 
 @dataclass(frozen=True)
 class Numbers:
-    """A decoder's extents; ``bias``: of q, k and v; ``tied``: the head is the embedding."""
+    """A decoder's extents; ``bias``: of q, k and v; ``tied``: the head is the embedding; ``gated``: SwiGLU."""
 
     hidden: int
     inner: int
@@ -36,6 +36,7 @@ class Numbers:
     vocabulary: int
     bias: bool
     tied: bool
+    gated: bool
 
     @property
     def head_width(self) -> int:
@@ -45,7 +46,7 @@ class Numbers:
     def parameters(self) -> int:
         """Elements of all weight matrices."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_width
-        layer = attention + 3 * self.hidden * self.inner
+        layer = attention + (3 if self.gated else 2) * self.hidden * self.inner
         return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
 
 
@@ -55,20 +56,21 @@ def trainable() -> tuple[str, ...]:
 
 
 def numbers_of(preset: str, layers: int | None = None) -> Numbers:
-    """A preset's extents, with fewer ``layers`` where asked; ``tiny`` has no heads: 4, in pairs on keys and values.
+    """A preset's extents, with fewer ``layers`` where asked; ``tiny`` says nothing of heads: 4.
 
     UsageError for a preset of another architecture, or with fewer layers.
     """
     if preset not in trainable():
         raise UsageError(f"--preset {preset!r} is no model that this trains; choose among {', '.join(trainable())}")
     config = presets.CONFIGS[preset]
-    heads, most = config.get("num_attention_heads", 4), config.get("num_hidden_layers") or config["num_layers"]
+    kind, heads = config["model_type"], config.get("num_attention_heads", 4)
+    most = config.get("num_hidden_layers") or config["num_layers"]
     if layers is not None and layers > most:
         raise UsageError(f"--layers {layers}: {preset} has {counted(most, 'layer')}; give at most that")
     return Numbers(
         config["hidden_size"], config["intermediate_size"], layers or most,
-        heads, config.get("num_key_value_heads", heads // 2), config["vocab_size"],
-        config["model_type"] == "qwen2", config.get("tie_word_embeddings", False),
+        heads, config.get("num_key_value_heads", heads), config["vocab_size"],
+        kind == "qwen2", config.get("tie_word_embeddings", False), kind != "tiny",
     )
 
 
@@ -94,15 +96,18 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, or SiLU alone."""
 
     def __init__(self, numbers: Numbers) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(numbers.hidden, numbers.inner, bias=False) for _ in range(2))
+        self.gate_proj = nn.Linear(numbers.hidden, numbers.inner, bias=False) if numbers.gated else None
+        self.up_proj = nn.Linear(numbers.hidden, numbers.inner, bias=False)
         self.down_proj = nn.Linear(numbers.inner, numbers.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        up = self.up_proj(x)
+        inner = F.silu(up) if self.gate_proj is None else F.silu(self.gate_proj(x)) * up
+        out: Tensor = self.down_proj(inner)
         return out
 
 

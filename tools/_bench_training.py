@@ -86,7 +86,7 @@ class Training:
     losses: list[Tensor] = field(default_factory=list)
 
     def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        loss = None
+        loss: Tensor
 
         def forward() -> None:
             nonlocal loss
@@ -94,7 +94,7 @@ class Training:
             self.losses.append(loss.detach())
 
         yield "forward", forward
-        yield "backward", lambda: loss.backward()
+        yield "backward", lambda: self.variant.backward(loss)
         yield "optimizer", self.update
 
     def update(self) -> None:

@@ -51,9 +51,11 @@ Ownership = tuple[Assignment, dict[Group, tuple[int, float]]]
 
 
 class Variant(Protocol):
-    """An optimizer, and what each of its steps does on this rank: Newton–Schulz runs and bytes sent to other ranks; who
-    owns what, and microseconds of each batch that this rank owns, with nothing beside it, by batch and how often it
-    comes (None without owners)."""
+    """An optimizer, the backward before its step, and what each step does on this rank: Newton–Schulz runs and bytes
+    sent to other ranks; who owns what, and microseconds of each batch that this rank owns, with nothing beside it, by
+    batch and how often it comes (None without owners)."""
+
+    def backward(self, loss: Tensor) -> Any: ...
 
     def step(self) -> Any: ...
 
@@ -68,7 +70,14 @@ def adamw(parameters: Sequence[nn.Parameter], setting: Setting) -> AdamW:
     return AdamW(parameters, lr=setting.adamw_lr, betas=BETAS, weight_decay=0.0, fused=True)
 
 
-class AdamWAlone:
+class Plain:
+    """What leaves the backward to PyTorch."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class AdamWAlone(Plain):
     """Every parameter by PyTorch's fused AdamW, on its shards."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
@@ -84,7 +93,7 @@ class AdamWAlone:
         return None
 
 
-class GatheredMuon:
+class GatheredMuon(Plain):
     """Muon as one writes it for shards: every rank gathers every direction in bf16, in batches of equal matrices, and
     orthogonalizes all of it by plain Newton–Schulz on the vendor library, wide as :func:`plain_ns` takes it."""
 
@@ -158,7 +167,7 @@ def gathered(shards: Tensor, rows: int, group: dist.ProcessGroup) -> tuple[Tenso
     return whole, min(rows, most * group.rank())
 
 
-class OwnedMuon:
+class OwnedMuon(Plain):
     """Ours: each matrix orthogonalized once, on its owner, to whom the step brings it, or who keeps it."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
@@ -195,7 +204,15 @@ class OwnedMuon:
         return assignment, {each.group: (batches[each.group], each.us) for each in alone}
 
 
-DEDICATED = "dedicated"  # its model is another one
+class EarlyMuon(OwnedMuon):
+    """The same, whose owners begin the step in the backward."""
+
+    def backward(self, loss: Tensor) -> None:
+        with self.optimizer.early_step():
+            super().backward(loss)
+
+
+DEDICATED, EARLY = "dedicated", "dedicated-early"  # their model is another one
 Make = Callable[[nn.Module, Setting], Variant]
 # In the order that they are measured in: later ones are set in relation to the first two.
 VARIANTS: dict[str, tuple[str, Make]] = {
@@ -204,4 +221,5 @@ VARIANTS: dict[str, tuple[str, Make]] = {
     "gather-each": ("the same, each matrix alone", MatrixByMatrix),
     "ours": ("Muon, ours", OwnedMuon),
     DEDICATED: ("Muon, dedicated owners", OwnedMuon),
+    EARLY: ("the same, begun in the backward", EarlyMuon),
 }

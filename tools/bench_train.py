@@ -11,7 +11,7 @@ planned and compiled for it. ``x_adamw`` is the step over AdamW's, ``faster`` ga
 this one's. All variants run ``--repeat`` times, every second time in reverse order, as a device's clock drifts; figures
 are medians over these passes. With ``--still`` learning rates are 0, so that all compute on the same numbers: a card at
 its power limit is slower on some than on others. Run ``dmuon-tune tune --preset ... --world-size ...`` first. A rank
-that fails ends the run; torchrun then returns 1.
+that fails ends the run: torchrun reports that rank's exit code, 2 for what cannot be asked, and itself returns 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from _bench_model import RECOMPUTED_PARAMETERS, numbers_of, sharded, trainable
 from _bench_trace import traced
 from _bench_training import PROGRAM, Training, World, measure, timed_us
-from _bench_variants import DEDICATED, VARIANTS, Setting, Variant
+from _bench_variants import DEDICATED, EARLY, VARIANTS, Setting, Variant
 from _runner import Parser, check_writable, note, run
 from bench_ns import digits, names, versions
 from torch import Tensor
@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cli.options import positive
 from dmuon_tune.coefficients import coefficient_set
-from dmuon_tune.errors import UsageError
+from dmuon_tune.errors import UsageError, outcome
 from dmuon_tune.runtime.distributed.rounds import BUCKET_BYTES
 from dmuon_tune.words import counted
 
@@ -55,7 +55,7 @@ def train(
     """One variant from the seed's model to its figures; what it held is freed."""
     numbers = numbers_of(preset, options.layers)
     mesh = init_device_mesh(device.type, (world.size,))
-    model = sharded(numbers, mesh, device, options.seed, recomputes(preset, options), key == DEDICATED)
+    model = sharded(numbers, mesh, device, options.seed, recomputes(preset, options), key in (DEDICATED, EARLY))
     if options.compile:
         for block in model.layers:
             block.body = torch.compile(block.body, fullgraph=True, dynamic=False)
@@ -258,8 +258,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", nargs="+", default=["qwen2.5-1.5b"], help=f"some of {' '.join(trainable())} "
                         "(default: qwen2.5-1.5b)")
-    parser.add_argument("--variants", type=names(VARIANTS), default=tuple(VARIANTS),
-                        help=f"some of {','.join(VARIANTS)}")
+    parser.add_argument("--variants", type=names(VARIANTS), default=tuple(key for key in VARIANTS if key != EARLY),
+                        help=f"some of {','.join(VARIANTS)} (default: all but the last)")
     parser.add_argument("--layers", type=positive, help="of the model (default: the preset's)")
     parser.add_argument("--batch", type=positive, default=16, help="sequences a rank (default: 16)")
     parser.add_argument("--sequence", type=positive, default=2048, help="tokens of each (default: 2048)")
@@ -304,10 +304,10 @@ def main(arguments: Sequence[str]) -> int:
             check_writable("--json", options.json)
         compare(world, world.start(options.device), options)
         world.settle()
-    except Exception:
+    except Exception as error:
         if world.first_to_fail():
             raise
-        return 1  # another rank says why
+        return outcome(error)[0]  # another rank says why
     dist.destroy_process_group()
     return 0
 
