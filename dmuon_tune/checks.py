@@ -34,10 +34,10 @@ def flag(option: str, value: Any) -> None:
         raise UsageError(f"{option} must be True or False, not {shown(value)}")
 
 
-def integer(option: str, value: Any) -> None:
-    """An integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{option} must be an integer of at least 1, not {shown(value)}")
+def integer(option: str, value: Any, least: int = 1) -> None:
+    """An integer of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{option} must be an integer of at least {least}, not {shown(value)}")
 
 
 def integers(option: str, values: Any) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ from .dedicated.dedicate import dedicate, no_sync
 from .distributed.clipping import clip_grad_norm_
 from .muon import Muon
 from .newton_schulz import GramNewtonSchulz
+from .ownership_options import OwnershipOptions
 from .plan import Plan, plan
 from .report import Report
 
 __all__ = [
-    "COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "Plan", "Report", "Split", "clip_grad_norm_",
-    "dedicate", "no_sync", "plan",
+    "COEFFICIENTS", "CoefficientSet", "GramNewtonSchulz", "Muon", "OwnershipOptions", "Plan", "Report", "Split",
+    "clip_grad_norm_", "dedicate", "no_sync", "plan",
 ]

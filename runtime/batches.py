@@ -1,4 +1,4 @@
-"""What one step reads of a group's options, and the equal matrices that it runs together."""
+"""What one step reads of a group's options, and the equal matrices that it moves together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .execution import Momentum
+from .newton_schulz import GramNewtonSchulz
 from .scales import SCALES
-from .updates import Rate, learning_rate
+from .updates import Rate, learning_rate, move
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,16 @@ class Batch:
     gradients: list[Tensor] = field(default_factory=list)
     momenta: list[Tensor] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
+
+    def move(self, newton_schulz: GramNewtonSchulz, kind: Kind) -> None:
+        """One step of them, which are all of a kind."""
+        momentum, count = Momentum(kind.mode, tuple(self.momenta), kind.mu), len(self.weights)
+        if kind.plain:
+            newton_schulz.step(self.weights, self.gradients, momentum, [rate.numbers for rate in self.rates])
+            return
+        polars = torch.zeros(count, kind.rows, kind.cols, dtype=kind.dtype, device=kind.device)
+        newton_schulz.step(polars.unbind(), self.gradients, momentum, [(0.0, -1.0)] * count)
+        move(self.weights, polars, self.rates)
 
 
 def are_finite(gradients: Iterable[Tensor]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,13 +16,13 @@ from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import DEFAULT_STEPS, Group
 
-from .batches import Batch, Kind, Setting, are_finite
+from .batches import Kind, Setting, are_finite
 from .blocks import Blocks, Split, blocks_of
 from .checkpoints import restore
 from .eager import EagerAdamW, EagerOptimizer, lay_state, uncompiled
-from .execution import Momentum
-from .mode import gather_for
+from .mode import choice_of, gather_for
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
+from .ownership_options import OwnershipOptions
 from .parameters import (
     FIXED_OPTIONS,
     MATRIX_OPTIONS,
@@ -40,7 +41,7 @@ from .phases import phase
 from .plan import Plan
 from .report import Direction, Report, directions_of, report
 from .steady import Found, Layouts, sorted_batches
-from .updates import move
+from .trial import form_of, try_adamw
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +73,9 @@ class Muon(EagerOptimizer):
     ``verbose``: print a module's table of parameters to stderr.
 
     Where parameters are DTensors (FSDP2, HSDP, tensor parallelism), or ``params`` is a DistributedDataParallel, ranks
-    divide the matrices: ``process_group``, ``bucket_bytes``, ``timeout`` and ``profile`` are in docs/distributed.md.
+    divide the matrices: ``process_group``, ``bucket_bytes``, ``timeout``, ``profile`` and ``ownership`` are in
+    docs/distributed.md.
+    ``mode``: ``auto``, as the parameters are; ``local``, ``gather`` or ``dedicated``: that, or UsageError.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Muon(EagerOptimizer):
         layers: Layers | None = None,
         on_miss: str | None = None,
         *,
+        mode: str = "auto",
         momentum_form: str = "accumulate",
         cautious: bool = False,
         maximize: bool = False,
@@ -110,6 +114,7 @@ class Muon(EagerOptimizer):
         bucket_bytes: int = 2**28,
         timeout: float = 600.0,
         profile: bool = False,
+        ownership: OwnershipOptions | None = None,
     ) -> None:
         self._newton_schulz = GramNewtonSchulz(
             coefficients, steps, restarts, ns_dtype, layers=layers, on_miss=on_miss, eps=eps, graphs=graphs
@@ -138,9 +143,10 @@ class Muon(EagerOptimizer):
         elif by_pattern or flatten:
             raise UsageError("splits and flatten find parameters of a module; give groups their own split and flatten")
         super().__init__(groups, defaults)
-        self._gather = gather_for(self, params, process_group, bucket_bytes, timeout, profile)
+        self._gather = gather_for(self, params, process_group, bucket_bytes, timeout, profile, ownership)
+        self._choice = choice_of(mode, params, self._parameters(), self._gather is None)
         if verbose and table:
-            print_once(table)
+            print_once(table if self._gather is None else f"{table}\n{self._choice.mode}: {self._choice.why}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; with ``use_muon`` False its missing options are the constructor's ``adamw_*``."""
@@ -170,6 +176,11 @@ class Muon(EagerOptimizer):
         for p in added["params"][:1]:
             self._fixed[p] = {name: added[name] for name in FIXED_OPTIONS if name in added}
         self._forget()
+
+    @property
+    def mode(self) -> str:
+        """Who orthogonalizes: ``local``, this process; ``gather``, owners who gather shards; ``dedicated`` ones."""
+        return self._choice.mode
 
     @property
     def traffic(self) -> Traffic | None:
@@ -204,6 +215,18 @@ class Muon(EagerOptimizer):
         self._planned = True
         return tuple(resolved)
 
+    @contextmanager
+    def early_step(self) -> Iterator[None]:
+        """Around the last backward before a :meth:`step`: dedicated owners begin the step as gradients arrive.
+
+        The step then does what is left, and weights are the same to the bit. Gradients are to stay as this backward
+        has left them, so ``clip_grad_norm_`` is refused; whatever else is changed in between undoes what has begun,
+        but for what is written past autograd (``p.grad.data``), which is not seen.
+        Without dedicated matrices nothing begins. docs/dedicated.md has what it takes.
+        """
+        with nullcontext() if self._gather is None else self._gather.early(self):
+            yield
+
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -234,7 +257,7 @@ class Muon(EagerOptimizer):
             batches = sorted_batches(self._settings(), self._found, self._layouts, self.state, self._momentum_dtype)
         for kind, batch in batches.items():
             with phase(f"{len(batch.weights)}x{kind.rows}x{kind.cols}"):
-                self._move(kind, batch)
+                batch.move(self._newton_schulz, kind)
         with phase("AdamW"):
             self._adamw_step()
 
@@ -297,6 +320,7 @@ class Muon(EagerOptimizer):
         self._planned = False
         self._layouts: Layouts = {}
         self._found: dict[int, Found] = {}  # by the group's index
+        self._tried: dict[int, Any] = {}  # the form of AdamW's options that can be used, by the group's index
 
     def _parameters(self) -> Iterator[Tensor]:
         return (p for group in self.param_groups for p in group["params"])
@@ -321,6 +345,9 @@ class Muon(EagerOptimizer):
             fixed = self._fixed.get(group["params"][0], {}) if group["params"] else {}
             check_fixed(group, fixed, f"group {index}: ")
             check_options(group, f"group {index}: ", wait=False)
+            if not group["use_muon"] and self._tried.get(index) != (form := form_of(group)):
+                try_adamw(group, self.state, f"group {index}: ")
+                self._tried[index] = form
 
     def _check_step(self, with_gradient: bool = True) -> None:
         """UsageError, by name, for what would fail once something had changed."""
@@ -341,17 +368,6 @@ class Muon(EagerOptimizer):
                     lay_state(p, self.state.get(p, {}))
             self._found[index] = Found(group, self.state)
 
-    def _move(self, kind: Kind, batch: Batch) -> None:
-        momentum = Momentum(kind.mode, tuple(batch.momenta), kind.mu)
-        if kind.plain:
-            rates = [rate.numbers for rate in batch.rates]
-            self._newton_schulz.step(batch.weights, batch.gradients, momentum, rates)
-            return
-        count = len(batch.weights)
-        polars = torch.zeros(count, kind.rows, kind.cols, dtype=kind.dtype, device=kind.device)
-        self._newton_schulz.step(polars.unbind(), batch.gradients, momentum, [(0.0, -1.0)] * count)
-        move(batch.weights, polars, batch.rates)
-
     def _adamw_step(self) -> None:
         groups = [group for group in self.param_groups if not group["use_muon"]]
         if not groups:
@@ -365,7 +381,10 @@ class Muon(EagerOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._gather is not None:
             raise UsageError("an optimizer of several processes cannot be pickled or copied; save its state_dict()")
-        derived = ("_adamw", "_planned", "_layouts", "_found", "_gather")
-        own = ("_newton_schulz", "_fixed", "_adamw_options", "_skip_nonfinite", "_momentum_dtype", "skipped_steps")
-        fresh: dict[str, Any] = dict(zip(derived, (None, False, {}, {}, None), strict=True))
+        derived = ("_adamw", "_planned", "_layouts", "_found", "_tried", "_gather")
+        own = (
+            "_newton_schulz", "_fixed", "_choice", "_adamw_options", "_skip_nonfinite", "_momentum_dtype",
+            "skipped_steps",
+        )
+        fresh: dict[str, Any] = dict(zip(derived, (None, False, {}, {}, {}, None), strict=True))
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **fresh}

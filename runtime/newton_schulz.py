@@ -16,7 +16,7 @@ from dmuon_tune.backends import CompiledKernel
 from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS, CoefficientSet, Triple, coefficient_set
 from dmuon_tune.errors import UsageError
-from dmuon_tune.measure.build import compile_kernel
+from dmuon_tune.measure.build import compiled_kernel
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import DEFAULT_STEPS, Group, default_dtype
 from dmuon_tune.recipe import groups as cut
@@ -146,7 +146,7 @@ class GramNewtonSchulz:
         return resolved
 
     def resolve(
-        self, groups: Sequence[Group], device: torch.device, build: Callable[..., CompiledKernel] = compile_kernel
+        self, groups: Sequence[Group], device: torch.device, build: Callable[..., CompiledKernel] = compiled_kernel
     ) -> Plan:
         """The plan of these groups, which is not kept; ``build`` as in :func:`plan`."""
         with_dtype = self.dtype or default_dtype(device.type)

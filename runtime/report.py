@@ -44,10 +44,12 @@ class MatrixReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Every matrix of an optimizer; printed as a table."""
+    """Every matrix of an optimizer; printed as a table. ``mode`` and ``why``: as the optimizer's."""
 
     matrices: tuple[MatrixReport, ...]
     skipped_steps: int
+    mode: str = "local"
+    why: str = ""
 
     def scalars(self) -> dict[str, float]:
         """Tag → value, as ``SummaryWriter.add_scalar`` takes them; a tag begins with ``muon/``."""
@@ -63,7 +65,8 @@ class Report:
     def __str__(self) -> str:
         rows = [asdict(matrix) for matrix in self.matrices]
         fields = [name for name in (rows[0] if rows else ()) if name != "owner" or rows[0]["owner"] is not None]
-        return table(fields, [[_short(row[name]) for name in fields] for row in rows])
+        said = table(fields, [[_short(row[name]) for name in fields] for row in rows])
+        return f"{said}\n{self.mode}: {self.why}" if self.why else said
 
 
 def _short(value: Any) -> Any:

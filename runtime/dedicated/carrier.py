@@ -15,6 +15,14 @@ from .unit import Unit
 class Sum(Protocol):
     """A reduction under way."""
 
+    def is_there(self) -> bool:
+        """Whether the host need not wait for it: it has come to its end, or streams wait for that."""
+        ...
+
+    def mean(self) -> Tensor:
+        """As :meth:`wait`, before that."""
+        ...
+
     def wait(self) -> Tensor:
         """This rank's segment, the mean over the ranks, once the current stream, or a CPU, has waited for it."""
         ...

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,12 +18,62 @@ from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
 
 from ..blocks import Split, blocks_of
+from ..distributed.control import Control
 from ..distributed.whole import whole_of
-from ..parameters import groups_of, splits_of
+from ..parameters import dtype_of, groups_of, splits_of
+from .grid import Grid
 from .owners import Candidate
+from .rule import UnsuitableError
 
 REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 ROOT = "the model itself"  # as a unit
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The parameters ``found``, the dtypes of computation and sums, and ``parts`` as :func:`units_of` has them."""
+
+    found: dict[nn.Parameter, Candidate]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    parts: list[tuple[str, nn.Module, list[nn.Parameter]]]
+    grid: Grid
+
+    def said(self) -> dict[str, Any]:
+        """What all ranks must have alike."""
+        return {
+            "dedicated matrices": [[each.name, str(each.dtype), each.shapes] for each in self.found.values()],
+            "param_dtype and reduce_dtype": list(map(str, self.dtypes)), "units": [name for name, *_ in self.parts],
+        }
+
+
+def chosen_of(
+    model: nn.Module, mesh: DeviceMesh, group: ProcessGroup, dtypes: Sequence[Any], units: Iterable[nn.Module] | None,
+    include: Sequence[str], exclude: Sequence[str], splits: Mapping[str, Sequence[int] | Split] | None,
+    flatten: Sequence[str],
+) -> Chosen:
+    """What ``dedicate`` is given, read; UsageError, by name, for what cannot be."""
+    found = candidates_of(model, include, exclude, splits, flatten)
+    compute, reduce = map(dtype_of, ("param_dtype", "reduce_dtype"), dtypes)
+    return Chosen(found, dtypes_of(found, compute, reduce), units_of(model, units, found), Grid.of(mesh, group))
+
+
+def agreed(
+    control: Control, mode: str, options: Mapping[str, Any], choose: Callable[[], Chosen]
+) -> tuple[Chosen | None, str]:
+    """What ``choose`` returns, the same on all ranks; None, and why, where owners are to be gathered."""
+    chosen, why = None, "it was asked to"
+    error: Exception | None = None
+    try:
+        chosen = None if mode == "gather" else choose()
+    except UnsuitableError as raised:
+        why, error = str(raised), raised if mode == "dedicated" else None
+    except Exception as raised:
+        error = raised
+    control.agree("dedicate", error=error)
+    said = {"reason": why} if chosen is None else chosen.said()
+    for what, given in {"mode": [mode, chosen is None], **options, **said}.items():
+        control.same(given, what)
+    return chosen, why
 
 
 def candidates_of(
@@ -30,7 +84,7 @@ def candidates_of(
     for option, patterns in (("include", include), ("exclude", exclude), ("flatten", flatten)):
         checks.strings(option, patterns, "patterns")
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
-        raise UsageError(
+        raise UnsuitableError(
             "DistributedDataParallel averages gradients itself; dedicate the module in it, and fully_shard the rest"
         )
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
@@ -41,18 +95,18 @@ def candidates_of(
     for group in groups:
         for name, p in group["params"] if group["use_muon"] else ():
             if p.requires_grad:
+                if whole_of(p) is not None:
+                    raise UsageError(f"{name}: it is dedicated already; call dedicate once")
                 reason = _unsuitable(p, names[p])
                 if reason is not None:
-                    raise UsageError(f"{name}: {reason}")
+                    raise UnsuitableError(f"{name}: {reason}")
                 found[p] = Candidate(name, p.dtype, tuple(blocks_of(p, group, name).shapes(p)))
     if not found:
-        raise UsageError(f"{type(model).__name__} has no matrices to dedicate; use fully_shard alone")
+        raise UnsuitableError(f"{type(model).__name__} has no matrices to dedicate; use fully_shard alone")
     return found
 
 
 def _unsuitable(p: nn.Parameter, names: Sequence[str]) -> str | None:
-    if whole_of(p) is not None:
-        return "it is dedicated already; call dedicate once"
     if isinstance(p, DTensor):
         return (
             "it is a DTensor: call dedicate before fully_shard; what tensor parallelism has cut stays with "

@@ -19,8 +19,8 @@ class BetweenCpus:
 
     def __init__(self, control: Control, grid: Grid) -> None:
         self._control, self._grid = control, grid
-        self._inside = _Pair(grid.inside, control.timeout)
-        self._across = _Pair(grid.across, control.timeout) if grid.across else None
+        self._inside = _Pair(grid.inside, control)
+        self._across = _Pair(grid.across, control) if grid.across else None
         self._near: dict[Unit, tuple[Tensor, _Transfer]] = {}
         self._coming: dict[Unit, _Transfer] = {}
 
@@ -65,8 +65,8 @@ class BetweenCpus:
 class _Pair:
     """Connections of one set of ranks: for weights, and for gradients."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self.down, self.up = Control(group, timeout), Control(group, timeout)
+    def __init__(self, group: dist.ProcessGroup, control: Control) -> None:
+        self.down, self.up = (Control(group, control.timeout, control) for _ in range(2))
 
 
 class _Transfer:
@@ -76,24 +76,42 @@ class _Transfer:
         self._control, self._what = control, what
         self._works = [post(tensor, rank, what) for rank, tensor in enumerate(tensors)]
 
+    def is_complete(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> None:
         for work in self._works:
             self._control.wait(work, self._what)
 
 
 class _GlooSum:
+    """Between nodes, once a sum within one is there."""
+
     def __init__(
         self, inside: _Pair, across: _Pair | None, grid: Grid, unit: Unit, packed: Tensor, count: int
     ) -> None:
         self._across, self._grid, self._count, self._what = across, grid, count, f"gradients of {unit.name}"
         sections, up = unit.sums.packing.sections(packed), inside.up
         self._transfer = _Transfer(up, up.sum, sections, self._what)
-        self._section = sections[grid.place]
-        self._segments = unit.sums.packing.segments(self._section)
+        self._segments = unit.sums.packing.segments(sections[grid.place])
+        self._mean: Tensor | None = None
 
-    def wait(self) -> Tensor:
+    def is_there(self) -> bool:
+        while self._mean is None and self._transfer.is_complete():
+            self._go_on()
+        return self._mean is not None
+
+    def mean(self) -> Tensor:
+        while self._mean is None:
+            self._go_on()
+        return self._mean
+
+    wait = mean
+
+    def _go_on(self) -> None:
         self._transfer.wait()
-        if self._across is not None:
-            up = self._across.up
-            _Transfer(up, up.sum, self._segments, self._what).wait()
-        return self._segments[self._grid.node] / self._count  # a copy, without what is other owners'
+        if self._across is None:
+            self._mean = self._segments[self._grid.node] / self._count  # a copy, without what is other owners'
+        else:
+            up, self._across = self._across.up, None
+            self._transfer = _Transfer(up, up.sum, self._segments, self._what)

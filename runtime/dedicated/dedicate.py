@@ -14,19 +14,25 @@ from dmuon_tune.cache import Layers
 from dmuon_tune.errors import UsageError
 
 from ..blocks import Split
-from ..mode import check_timeout
+from ..mode import check_timeout, choice_kept, keep_choice
 from ..newton_schulz import GramNewtonSchulz
-from ..parameters import dtype_of
+from ..ownership_options import OwnershipOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed.control import Control
+    from .chosen import Chosen
+
+MODES = ("dedicated", "auto", "gather")
 
 
 def dedicate(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
+    mode: str = "dedicated",
     param_dtype: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     units: Iterable[nn.Module] | None = None,
@@ -37,53 +43,75 @@ def dedicate(
     flatten: Sequence[str] = (),
     layers: Layers | None = None,
     timeout: float = 600.0,
+    ownership: OwnershipOptions | None = None,
 ) -> set[nn.Parameter]:
     """Give each of the model's matrices an owner among the ranks of ``mesh``, which all call this together.
 
     Returns the parameters, for ``fully_shard(..., ignored_params=)`` of the rest; then ``Muon(model)`` finds them.
+    ``mode`` ``auto`` leaves the model as it is, and returns none, where dedicated owners are not possible or would be
+    uneven; ``gather`` always does.
     Which they are is :class:`Muon`'s rule, with the same ``include``, ``exclude``, ``splits`` and ``flatten``, of those
     that need a gradient. The owner keeps a weight as it is, and its momentum; all ranks have it in ``param_dtype``
     (default: its own) while ``units`` (default: the entries of ModuleLists and Sequentials), in the order in which they
     run, use it. ``reshard_after_forward`` False keeps it until the backward. Gradients are averaged in ``reduce_dtype``
-    (default: ``param_dtype``). ``layers``: the caches by whose costs owners are chosen; ``timeout``: seconds after
-    which a wait for other ranks ends in an error. docs/dedicated.md has the whole. Raises UsageError, by name, on all
-    ranks, for what cannot be dedicated.
+    (default: ``param_dtype``). ``layers``: the caches by whose costs owners are chosen, ``ownership``: how, as Muon's;
+    ``timeout``: seconds after which a wait for other ranks ends in an error. docs/dedicated.md has the whole. Raises
+    UsageError, by name, on all ranks, for what cannot be dedicated.
     """
     from torch.distributed.device_mesh import DeviceMesh  # these import DTensor, which one process does without
 
-    from ..distributed.control import Control
-    from .chosen import candidates_of, dtypes_of, units_of
-    from .grid import Grid
+    from ..distributed.control import TIMEOUT_S, Control
+    from .chosen import agreed, chosen_of
+
+    checks.instance("mesh", mesh, DeviceMesh, or_none=False)
+    seconds, error = TIMEOUT_S, None
+    try:
+        checks.instance("model", model, nn.Module, or_none=False)
+        checks.one_of("mode", mode, MODES)
+        checks.flag("reshard_after_forward", reshard_after_forward)
+        checks.instance("ownership", ownership, OwnershipOptions)
+        seconds = check_timeout(timeout)
+    except UsageError as raised:  # which the others are to hear of
+        error = raised
+    control = Control(_group_of(mesh), seconds)
+    control.agree("dedicate", error=error)
+    search = ownership or OwnershipOptions()
+    dtypes, patterns = (param_dtype, reduce_dtype), (include, exclude, splits, flatten)
+    chosen, why = agreed(
+        control, mode, {"reshard_after_forward": reshard_after_forward, "timeout": seconds, "ownership": vars(search)},
+        lambda: chosen_of(model, mesh, control.group, dtypes, units, *patterns),
+    )
+    even = False
+    if chosen is not None:
+        chains = GramNewtonSchulz(layers=layers)
+        even, why = _divide(model, mesh, control, mode, chosen, reshard_after_forward, chains, search)
+    if chosen is None or not even:
+        keep_choice(model, "gather", f"dedicate left it to gathered owners: {why}")
+        return set()
+    keep_choice(model, "dedicated", why)
+    return set(chosen.found)
+
+
+def _divide(
+    model: nn.Module, mesh: DeviceMesh, control: Control, mode: str, chosen: Chosen, reshard: bool,
+    chains: GramNewtonSchulz, search: OwnershipOptions,
+) -> tuple[bool, str]:
+    """Whether owners have been given what is chosen, by the rule or as asked, and why."""
     from .model import DedicatedModel
     from .owners import owners_of
+    from .rule import is_even
 
-    checks.instance("model", model, nn.Module, or_none=False)
-    checks.instance("mesh", mesh, DeviceMesh, or_none=False)
-    checks.flag("reshard_after_forward", reshard_after_forward)
-    control = Control(_group_of(mesh), check_timeout(timeout))
-    said, options, error = list[object](), dict[str, object](), None
-    try:
-        found = candidates_of(model, include, exclude, splits, flatten)
-        dtypes = dtypes_of(found, dtype_of("param_dtype", param_dtype), dtype_of("reduce_dtype", reduce_dtype))
-        parts = units_of(model, units, found)
-        grid = Grid.of(mesh, control.group)
-        said += [[each.name, str(each.dtype), each.shapes] for each in found.values()]
-        options = {
-            "param_dtype and reduce_dtype": list(map(str, dtypes)), "units": [name for name, _, _ in parts],
-            "reshard_after_forward": reshard_after_forward,
-        }
-    except Exception as raised:
-        error = raised
-    control.agree("dedicate", error=error)
-    for what, given in {"dedicated matrices": said, **options}.items():
-        control.same(given, what)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    assignment = owners_of(list(found.values()), GramNewtonSchulz(layers=layers), device, control)
-    owners = dict(zip(found, assignment.owner, strict=True))
-    DedicatedModel(model, parts, found, owners, dtypes, reshard_after_forward, mesh, grid, device, control, assignment)
-    return set(found)
+    assignment, divided_us = owners_of(list(chosen.found.values()), chains, device, control, search)
+    owners = dict(zip(chosen.found, assignment.owner, strict=True))
+    units = [some for *_, some in chosen.parts]
+    even, why = is_even(units, owners, chosen.grid, assignment.makespan_us, divided_us)
+    if not even and mode == "auto":
+        return False, why
+    DedicatedModel(model, chosen, owners, reshard, mesh, device, control, assignment)
+    return True, why if mode == "auto" else f"as asked; {why}"
 
 
 @contextmanager
@@ -95,14 +123,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     checks.instance("model", model, nn.Module, or_none=False)
     keepers = keepers_of(model.parameters())
-    if not keepers:
+    if not keepers and choice_kept(model) is None:  # dedicate may have left it to gathered owners
         raise UsageError(f"no_sync: {type(model).__name__} has no dedicated matrices; call dedicate first")
 
     def reduce(now: bool) -> bool:
         before = [keeper.set_reduces(now) for keeper in keepers]
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(now)
-        return before[0]
+        return all(before)
 
     before = reduce(False)
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon_tune.errors import UsageError
+from .rule import UnsuitableError
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Grid:
     def of(cls, mesh: DeviceMesh, group: dist.ProcessGroup) -> Grid:
         """Rows of a mesh (nodes, local), whose ranks are ``group``'s; of any other mesh one row of all ranks.
 
-        UsageError for a mesh of more dimensions.
+        UnsuitableError for a mesh of more dimensions.
         """
         if mesh.ndim > 2:
-            raise UsageError(f"the mesh has {mesh.ndim} dimensions; give one of ranks, or of (nodes, local)")
+            raise UnsuitableError(f"the mesh has {mesh.ndim} dimensions; give one of ranks, or of (nodes, local)")
         own = dist.get_rank(group)
         rows = mesh.mesh.view(-1, mesh.shape[-1]).tolist()
         ranks = [[dist.get_group_rank(group, rank) for rank in row] for row in rows]

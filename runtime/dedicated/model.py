@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,43 +14,42 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dmuon_tune.errors import UsageError
 
 from ..distributed.control import Control
+from ..distributed.early import Early
 from ..distributed.whole import ATTRIBUTE, Whole
 from ..eager import uncompiled
 from ..ownership import Assignment
 from .carrier import carrier_for
-from .grid import Grid
+from .chosen import Chosen
 from .others import watch
-from .owners import Candidate
 from .passes import Passes
 from .unit import Member, Unit
 
 
 class DedicatedModel:
-    """Makes units of ``parts``, (name, module, its parameters), in the order in which they run, and hooks them; after
-    that ``found``, each with its owner, have no memory but their owner's.
+    """Makes units of what is ``chosen``, in the order in which they run, and hooks them; after that these parameters,
+    each with its owner, have no memory but their owner's.
 
     A checkpoint has each as the DTensor that ``fully_shard`` would make of it on ``mesh``: rows cut along its last
     dimension. ``state_dict`` and ``load_state_dict`` of the model are called by all ranks together.
     """
 
     def __init__(
-        self, model: nn.Module, parts: Sequence[tuple[str, nn.Module, list[nn.Parameter]]],
-        found: Mapping[nn.Parameter, Candidate], owners: Mapping[nn.Parameter, int],
-        dtypes: tuple[torch.dtype, torch.dtype], reshard: bool, mesh: DeviceMesh, grid: Grid,
+        self, model: nn.Module, chosen: Chosen, owners: Mapping[nn.Parameter, int], reshard: bool, mesh: DeviceMesh,
         device: torch.device, control: Control, assignment: Assignment,
     ) -> None:
         self.assignment = assignment
         self._mesh, self._control, self._loaded = mesh, control, set[str]()  # keys that a load has taken
-        self._is_checked = False
-        members = {p: Member(self._whole(p, found[p].name, owner, device), p) for p, owner in owners.items()}
+        self._is_checked, self.step = False, 1
+        names = {p: each.name for p, each in chosen.found.items()}
+        members = {p: Member(self._whole(p, names[p], owner, device), p) for p, owner in owners.items()}
         units = []
-        for place, (name, module, some) in enumerate(parts):
+        for place, (name, module, some) in enumerate(chosen.parts):
             # A backward begins with the last: it would come at once.
-            stays = not reshard or module is model or place == len(parts) - 1
-            unit = Unit(name, [members[p] for p in some], *dtypes, device, grid, stays)
+            stays = not reshard or module is model or place == len(chosen.parts) - 1
+            unit = Unit(name, [members[p] for p in some], *chosen.dtypes, device, chosen.grid, stays)
             units.append((unit, module))
         self._units = [unit for unit, _ in units]
-        self._carrier = carrier_for(control, grid, device)
+        self._carrier = carrier_for(control, chosen.grid, device)
         self._carrier.follow()
         self._passes = Passes(model, units, self._carrier, control)
         model.register_forward_pre_hook(self._check, prepend=True)
@@ -76,21 +75,45 @@ class DedicatedModel:
 
     @uncompiled
     def _check(self, model: nn.Module, arguments: Any) -> None:
-        """Before the first forward: modules that do not have what is dedicated would compute with something else."""
+        """Before a forward: modules that do not have what is dedicated would compute with something else."""
         kept = set() if self._is_checked else set(model.parameters())
-        for unit in () if self._is_checked else self._units:
+        for unit in self._units:
             for whole, p in unit.members:
-                if p not in kept:
+                if not self._is_checked and p not in kept:
                     raise UsageError(
                         f"{whole.name} was dedicated, and has been replaced since; change a model before dedicate, and "
                         "call fully_shard with ignored_params= of what dedicate returned"
+                    )
+                if p.dtype != unit.flat.dtype or p.device != unit.flat.device:
+                    raise UsageError(
+                        f"{whole.name} is dedicated, and was converted to {p.dtype} on {p.device} since; convert a "
+                        "model before dedicate, or give it param_dtype"
                     )
         self._is_checked = True
 
     def release(self) -> None:
         """See :class:`Keeper`."""
         self._passes.settle()
+        self._passes.undo()
         self._passes.release()
+
+    @property
+    def step(self) -> int:
+        """See :class:`Keeper`."""
+        return self._control.step
+
+    @step.setter
+    def step(self, count: int) -> None:
+        self._control.step = count
+
+    @property
+    def early(self) -> Early | None:
+        """See :class:`Keeper`."""
+        return self._passes.early
+
+    @early.setter
+    def early(self, given: Early | None) -> None:
+        self._passes.early = given
 
     def set_reduces(self, now: bool) -> bool:
         """See :class:`Keeper`."""
@@ -130,6 +153,7 @@ class DedicatedModel:
         self, own: dict[str, Member], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         """Put the owners' weights where the module has put views of memory that is not there."""
+        self._passes.undo()
         self._control.agree(f"state_dict of {prefix}{next(iter(own))}")
         for name, (whole, _) in own.items():
             if prefix + name in state:

@@ -19,6 +19,7 @@ from ..distributed.rounds import BUCKET_BYTES
 from ..distributed.workload import Owned, work_of
 from ..newton_schulz import GramNewtonSchulz
 from ..ownership import Assignment, Costs, Element, Point, Work, assign, costs_of
+from ..ownership_options import OwnershipOptions
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,11 @@ class Candidate:
 
 
 def owners_of(
-    candidates: Sequence[Candidate], chains: GramNewtonSchulz, device: torch.device, control: Control
-) -> Assignment:
-    """Decided by the first rank, by its caches' costs; collective."""
+    candidates: Sequence[Candidate], chains: GramNewtonSchulz, device: torch.device, control: Control,
+    search: OwnershipOptions,
+) -> tuple[Assignment, float]:
+    """Decided by the first rank, by its caches' costs, and the microseconds of the slowest owner if each matrix had its
+    own; collective."""
 
     def price(every: Iterable[Group], element: Element) -> dict[tuple[int, int], Costs]:
         arithmetic = chains.steps, chains.restarts
@@ -44,16 +47,19 @@ def owners_of(
             Owned(rows, cols, layer_of(each.name), Element(*[each.dtype.itemsize] * 3))
             for each in candidates for rows, cols in each.shapes
         ]
-        priced = iter(work_of(owned, price, BUCKET_BYTES))
+        apart = work_of(owned, price, BUCKET_BYTES)
+        priced = iter(apart)
         every = [[next(priced) for _ in each.shapes] for each in candidates]
         alike = Counter(each.shapes for each in candidates)
         merged: dict[tuple[Any, ...], Costs] = {}
         work = [_merged(its, alike[each.shapes], merged) for its, each in zip(every, candidates, strict=True)]
-        solved = assign(work, control.size, nodes=nodes_of(control.ranks))
-        return [solved.owner, solved.loads_us, solved.bound_us, solved.method]
+        nodes = nodes_of(control.ranks)
+        solved = assign(work, control.size, nodes=nodes, **vars(search))
+        divided = assign(apart, control.size, nodes=nodes, **vars(search)) if len(apart) > len(work) else solved
+        return [solved.owner, solved.loads_us, solved.bound_us, solved.method, divided.makespan_us]
 
-    owner, loads_us, bound_us, method = control.decide(decided, "owners")
-    return Assignment(tuple(owner), tuple(loads_us), bound_us, method)
+    owner, loads_us, bound_us, method, divided_us = control.decide(decided, "owners")
+    return Assignment(tuple(owner), tuple(loads_us), bound_us, method), divided_us
 
 
 def _merged(its: Sequence[Work], alike: int, known: dict[tuple[Any, ...], Costs]) -> Work:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from dmuon_tune.errors import UsageError
 
 from ..distributed.control import Control
+from ..distributed.early import Early
 from ..eager import uncompiled
 from ..phases import phase
 from .carrier import Carrier, Sum
-from .unit import Unit
+from .unit import Member, Unit
 
 AHEAD = 1  # units that come while one is used
 APPROACHING = 2  # units behind those that come to their nodes
@@ -28,12 +29,14 @@ APPROACHING = 2  # units behind those that come to their nodes
 @dataclass
 class Backward:
     """One under way: units whose weights are still to come and those whose gradients are to go, in order; ``expected``
-    says of each how many gradients make it complete."""
+    says of each how many gradients make it complete, ``offered`` how many of the ``sums`` an optimizer has been shown.
+    """
 
     coming: deque[Unit]
     going: deque[Unit]
     expected: dict[Unit, int]
     sums: list[tuple[Unit, Sum]]
+    offered: int = 0
 
 
 class Passes:
@@ -48,6 +51,7 @@ class Passes:
     def __init__(self, model: nn.Module, units: Sequence[tuple[Unit, nn.Module]], carrier: Carrier, control: Control
                  ) -> None:
         self.reduces = True  # at the end of a backward, or not yet
+        self.early: Early | None = None  # that waits for gradients, or has begun by some
         self._units = [unit for unit, _ in units]
         self._place = {unit: place for place, unit in enumerate(self._units)}
         self._root = next((unit for unit, module in units if module is model), None)
@@ -72,6 +76,11 @@ class Passes:
             if unit.is_here:
                 self._carrier.release(unit)
 
+    def undo(self) -> None:
+        """Let weights be those of the last step."""
+        if self.early is not None:
+            self.early.drop()
+
     def settle(self) -> None:
         """End what was broken off by an exception: what other ranks may have done of it is done, the rest void."""
         if self._forward is not None:
@@ -79,6 +88,7 @@ class Passes:
             self._forward = None
             self.release()
         if self._backward is not None:
+            self.undo()
             self._come(self._backward.coming)
             for _, sum_ in self._backward.sums:
                 sum_.wait()
@@ -93,6 +103,7 @@ class Passes:
             self._begin_backward()
             return
         self.settle()
+        self.undo()
         self._control.agree(f"forward after {self._transfers} transfers")
         self._forward = deque(unit for unit in self._units if not unit.is_here)
         for _ in range(min(1 + AHEAD, len(self._forward))):
@@ -141,12 +152,23 @@ class Passes:
                 while not unit.is_here:
                     self._fetch(order.popleft())
             else:
-                self._control.agree(f"weights of {unit.name} once more, after {self._transfers} transfers")
+                what = f"weights of {unit.name} once more, after {self._transfers} transfers"
+                self._control.agree(what, error=self._moved(unit))
                 self._fetch(unit)
         while order and abs(self._place[order[0]] - self._place[unit]) <= AHEAD:
             self._fetch(order.popleft())
         self._approach(order or ())
         self._carrier.wait(unit)
+
+    def _moved(self, unit: Unit) -> UsageError | None:
+        """Why its weights cannot come: their owner has begun the next step."""
+        for whole, p in unit.members:
+            if self.early is not None and self.early.has_begun(p):
+                return UsageError(
+                    f"{whole.name}: it is used again after its owner has begun the step; run this backward without "
+                    "early_step, or checkpoint activations with use_reentrant=False"
+                )
+        return None
 
     def _approach(self, order: Iterable[Unit]) -> None:
         """Let those that are next come as far as their nodes."""
@@ -176,6 +198,7 @@ class Passes:
 
     def _begin_backward(self) -> Backward:
         if self._backward is None:
+            self.undo()
             expected = {unit: sum(member.p.requires_grad for member in unit.members) for unit in self._units}
             last_first = self._units[::-1]
             coming = sorted(last_first, key=lambda unit: unit is not self._root)  # whose weights all may use
@@ -213,6 +236,20 @@ class Passes:
         going = backward.going
         while self.reduces and going and len(going[0].sums.fresh) >= backward.expected[going[0]]:
             self._reduce(going.popleft(), backward)
+        if self.early is not None and self.early.is_waiting:
+            self._offer(self.early, backward)
+
+    def _offer(self, early: Early, backward: Backward) -> None:
+        """Show it the means that are there of what has had no gradient before: on all ranks they are whole."""
+        with early.arriving():
+            while backward.offered < len(backward.sums) and backward.sums[backward.offered][1].is_there():
+                unit, sum_ = backward.sums[backward.offered]
+                backward.offered += 1
+                means = dict(zip(unit.own, unit.sums.packing.own(sum_.mean(), unit.own), strict=True))
+                early.arrived({
+                    member.p: means[place] for place, member in enumerate(unit.members)
+                    if place in means and place in unit.sums.fresh and _is_new(member)
+                })
 
     def _reduce(self, unit: Unit, backward: Backward) -> None:
         with phase("gradients"):
@@ -226,6 +263,8 @@ class Passes:
         self.release()
         if self.reduces:
             self._deliver(backward, self._agreed(backward))
+            if self.early is not None:
+                self.early.delivered()
         else:
             self._mark()
         self._backward = None
@@ -252,7 +291,7 @@ class Passes:
             for place in given[unit]:
                 member = unit.members[place]
                 before, gradient = member.p.grad, own.get(place, member.whole.mark)
-                if place in own and before is not None and before is not member.whole.mark:
+                if place in own and before is not None and not _is_new(member):
                     gradient = before.add_(gradient)
                 member.p.grad = gradient
             unit.sums.forget()
@@ -270,6 +309,11 @@ class Passes:
                 member = unit.members[place]
                 member.p.grad = member.whole.mark if member.p.grad is None else member.p.grad
             unit.sums.end()
+
+
+def _is_new(member: Member) -> bool:
+    """Whether no earlier backward has brought a gradient."""
+    return member.p.grad is None or member.p.grad is member.whole.mark
 
 
 def _weakly(method: Callable[..., None], *given: int) -> Callable[[Tensor], None]:

@@ -28,8 +28,14 @@ class LocalAdamW:
     def __init__(self) -> None:
         self._adamw: _AdamW | None = None
         self._found: tuple[Any, ...] = ()
+        self._stepped: list[Tensor] = []
         self._own: list[dict[str, Any]] = []
         self._values: list[Any] = []
+
+    def has_left(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether ``state`` is what the last step has left."""
+        own = [state.get(p) for p in self._stepped]
+        return bool(own) and same(own, self._own) and same(values_of(self._own), self._values)
 
     def step(
         self, parts: Sequence[Part], state: MutableMapping[Tensor, dict[str, Any]], found: tuple[Any, ...]
@@ -53,7 +59,8 @@ class LocalAdamW:
         self._adamw.gradients = []  # which are not to live longer than the caller's
         if not steady:
             self._give(parts, state)
-            self._found, self._own = found, [state[p] for part in parts for p in part.parameters]
+            self._found, self._stepped = found, [p for part in parts for p in part.parameters]
+            self._own = [state[p] for p in self._stepped]
             self._values = values_of(self._own)
 
     def _take(self, parts: Sequence[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Copies and updates beside the chains: on a GPU on a stream of their own, on a CPU in the caller's order."""
+"""Copies beside the chains: on a GPU on a stream of their own, on a CPU in the caller's order."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ class Beside:
         with self.stream(self.mark()):
             pass
         yield
+        self.join()
+
+    def join(self) -> None:
+        """What comes later waits for the second stream."""
         with self.stream():
             last = self.mark()
         self.wait(last)

@@ -17,6 +17,7 @@ from dmuon_tune.errors import DmuonTuneError, UsageError
 from dmuon_tune.words import counted, shown
 
 from ..mode import check_group
+from .coverage import Coverage, coverage_of
 from .whole import check_reduced, is_elsewhere, keepers_of, whole_of
 
 if TYPE_CHECKING:
@@ -37,25 +38,36 @@ def clip_grad_norm_(
     optimizer. Among them may be DTensors of several meshes and placements, dedicated matrices, whose gradients their
     owners have, and plain tensors, which are taken to be the same on every rank of ``process_group`` (default: all
     ranks): each of these has its part of every parameter. Where there are any but plain ones, all ranks call this
-    together: one reduction of one number, and one more for each gradient that is still a partial sum. ``norm_type`` is
-    p > 0 or inf. UsageError for what cannot be used; DmuonTuneError, with nothing changed, where ``error_if_nonfinite``
-    and the norm is NaN or infinite.
+    together: one reduction of four numbers (inf: of two), and one more for each gradient that is still a partial sum.
+    ``norm_type`` is p > 0 or inf. UsageError for what cannot be used, and where ranks do not have the same parameters,
+    compared by shape and by a module's or an optimizer's names (but for inf, which is then the largest of all); a rank
+    whose list has been agreed on does not wait to find that out: norm and gradients become NaN there. DmuonTuneError,
+    with nothing changed, where ``error_if_nonfinite`` and the norm is NaN or infinite.
     """
     for option, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not checks.is_number(value) or not float(value) >= 0 or (option == "norm_type" and float(value) == 0):
             raise UsageError(f"{option} must be a positive number or inf, not {shown(value)}")
     check_group(process_group)
-    power, found = float(norm_type), _listed(parameters)
-    check_reduced(keepers_of(found))
+    power, named = float(norm_type), _named(parameters)
+    found = [p for _, p in named]
+    keepers = keepers_of(found)
+    if any(keeper.early is not None for keeper in keepers):
+        raise UsageError(
+            "clip_grad_norm_: owners have begun the step by these gradients as they are; run the backward without "
+            "early_step"
+        )
+    check_reduced(keepers)
     pairs = [(p, p.grad) for p in found if p.grad is not None and not is_elsewhere(p)]
     gradients = [gradient for _, gradient in pairs]
     if any(gradient.layout != torch.strided for gradient in gradients):
         raise UsageError("clip_grad_norm_: a gradient is sparse; give the embedding sparse=False")
     device = gradients[0].device if gradients else torch.device("cpu")
     kind = _divided(found)
-    total = _total(pairs, power, dist.get_world_size(process_group) if kind else 1, device)
-    if kind:
-        total = _reduced(total.to(kind), power, process_group).to(device)
+    group = (process_group or dist.group.WORLD) if kind else None
+    total = _total(pairs, power, group.size() if group else 1, device)
+    if kind and group:
+        coverage = None if math.isinf(power) else coverage_of(named, group, kind, _held)
+        total = _reduced(total.to(kind), coverage, group).to(device)
     wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
     norm = (total if math.isinf(power) else total.pow(1 / power)).to(max(wide, key=_bits, default=torch.float32))
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -67,21 +79,26 @@ def clip_grad_norm_(
     return norm
 
 
-def _reduced(total: Tensor, power: float, group: dist.ProcessGroup | None) -> Tensor:
-    if not math.isinf(power):
-        dist.all_reduce(total, group=group)
-        return total
+def _reduced(total: Tensor, coverage: Coverage | None, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' sum, which is of every element once where they are covered; without coverage the largest."""
+    if coverage is not None:
+        summed = torch.cat((total[None], coverage.told))
+        dist.all_reduce(summed, group=group)
+        return coverage.checked(summed[0], summed[1:])
     largest = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan()])  # which a MAX may drop
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     return torch.where(largest[1] > 0, math.nan, largest[0])
 
 
-def _listed(parameters: Any) -> list[Tensor]:
+def _named(parameters: Any) -> list[tuple[str, Tensor]]:
+    """With their names, where the caller's object has some."""
     if isinstance(parameters, Optimizer):
-        return [p for group in parameters.param_groups for p in group["params"]]
+        return [each for group in parameters.param_groups
+                for each in zip(group.get("param_names") or [""] * len(group["params"]), group["params"], strict=True)]
     if isinstance(parameters, nn.Module):
-        return list(parameters.parameters())
-    return list(checks.each_of("parameters", (parameters,) if isinstance(parameters, Tensor) else parameters, Tensor))
+        return list(parameters.named_parameters())
+    given = (parameters,) if isinstance(parameters, Tensor) else parameters
+    return [("", p) for p in checks.each_of("parameters", given, Tensor)]
 
 
 def _divided(parameters: Iterable[Tensor]) -> str | None:

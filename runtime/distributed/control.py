@@ -42,16 +42,18 @@ class Control:
     on the one that failed its own error, on the others PeerError with its reason. A wait ends after ``timeout``
     seconds; the error names what was waited for, the step and the ranks that did not arrive. From then on every call
     raises. ``rank`` and ``size`` are in the group, ``ranks`` global, as are those in messages; ``step`` is the
-    caller's to count.
+    caller's to count, or that of the control that this one ``follows``.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_S, follows: Control | None = None
+    ) -> None:
         within = group or dist.group.WORLD
         assert within is not None
         self.group = within
         self.ranks: list[int] = dist.get_process_group_ranks(within)
         self.rank, self.size = dist.get_rank(within), len(self.ranks)
-        self.timeout, self.step = timeout, 0
+        self.timeout, self._step, self._follows = timeout, 0, follows
         self._store = PrefixStore(f"dmuon_tune {next(_numbers[within.group_name])}", within.get_group_store())
         # No new_group: all ranks of the world would have to call it, or have been in equally many groups.
         later = timedelta(seconds=timeout + LATER_S)
@@ -63,6 +65,15 @@ class Control:
         self._broken = ""
         self._launched: deque[tuple[torch.Event, str, int]] = deque()
         atexit.register(_tell_unhandled, weakref.ref(self))
+
+    @property
+    def step(self) -> int:
+        """As messages have it."""
+        return self._step if self._follows is None else self._follows.step
+
+    @step.setter
+    def step(self, count: int) -> None:
+        self._step = count
 
     def agree(self, what: str, flags: Sequence[int] = (), error: BaseException | None = None) -> list[int]:
         """The elementwise largest of all ranks' ``flags`` (0 … 255, equally many on each); collective.

@@ -27,12 +27,15 @@ T = TypeVar("T")
 class Traffic:
     """What this rank has done since the optimizer was made.
 
-    ``ns_runs``: matrices that it orthogonalized; ``collectives``: transfers of its exchange, whatever carries them,
-    ``bytes_sent`` and ``bytes_received`` in them: what stays on the rank is no part of these.
+    ``ns_runs``: matrices that it orthogonalized, ``early_runs`` of them begun while a backward ran, ``undone_runs`` of
+    these for nothing; ``collectives``: transfers of its exchange, whatever carries them, ``bytes_sent`` and
+    ``bytes_received`` in them: what stays on the rank is no part of these.
     """
 
     steps: int = 0
     ns_runs: int = 0
+    early_runs: int = 0
+    undone_runs: int = 0
     collectives: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -16,27 +16,28 @@ from torch.distributed.tensor import DTensor
 from dmuon_tune.errors import UsageError
 
 from ..batches import are_finite
-from ..blocks import Blocks
 from ..newton_schulz import GramNewtonSchulz, cut_batch
 from ..ownership import Assignment
-from ..parameters import name_of
+from ..ownership_options import OwnershipOptions
 from ..phases import phase
 from ..plan import Plan
-from ..report import Direction, MatrixReport, Report, block_name, factor_of, report
+from ..report import MatrixReport, Report, report
 from .adamw import LocalAdamW, Part, like
 from .agreement import Agreement, Wanted
 from .control import Control
+from .directions import directions
+from .early import Early, Foreseen
 from .exchange import Exchange, Traffic, to_holders, to_owners
 from .gradients import NO_GRADIENT, code_of, complete, disagreement, dtype_of
 from .held import Weights
 from .options import check_alike, digest, options_of
 from .pieces import Matrix, local_of, shard_of
 from .pipeline import SLOTS, Moving, Pipeline, Stage
-from .placement import Found, Survey, owners_of, survey
+from .placement import Found, Survey, found_of, owners_of, survey
 from .reading import Reading
 from .rounds import Item, Lane, rounds
 from .whole import Keeper, check_reduced, is_elsewhere, weight_of, whole_of
-from .wholes import collect, keepers_of, spread
+from .wholes import checked_keepers, collect, spread
 
 if TYPE_CHECKING:
     from ..muon import Muon
@@ -55,12 +56,13 @@ class Gather:
 
     def __init__(
         self, group: ProcessGroup, newton_schulz: GramNewtonSchulz, momentum_dtype: torch.dtype | None,
-        bucket_bytes: int, timeout: float, profile: bool,
+        bucket_bytes: int, timeout: float, profile: bool, ownership: OwnershipOptions,
     ) -> None:
         self.traffic = Traffic()
         self.assignment: Assignment | None = None
         self._group, self._newton_schulz, self._momentum_dtype = group, newton_schulz, momentum_dtype
         self._bucket_bytes, self._timeout, self._profile = bucket_bytes, timeout, profile
+        self._ownership = ownership
         self._made: Control | None = None
         self._agreements: dict[torch.device, Agreement] = {}
         self._plan: Plan | None = None
@@ -73,6 +75,8 @@ class Gather:
         self._checkpoints: dict[tuple[int, ...], list[Stage]] = {}  # by the parameters that have momentum
         self._pipelines: dict[torch.device, Pipeline] = {}
         self._keepers: list[Keeper] = []  # of parameters that have an owner
+        self._early = Early(self.traffic)
+        self._last: tuple[bytes, list[Stage]] = b"", []  # what gradients there were in the last step, and its stages
 
     @property
     def control(self) -> Control:
@@ -84,10 +88,11 @@ class Gather:
     def place(self, optimizer: Muon) -> tuple[Plan, ...]:
         """Agree on where all matrices are, whose they are and which kernels run; collective. Returns this rank's."""
         found, error = list[Found](), None
+        self._early.drop()
         try:
             optimizer._check_groups()
-            self._keepers = keepers_of(optimizer)
-            found = _found(optimizer)
+            self._keepers = checked_keepers(optimizer)
+            found = found_of(optimizer)
             devices = {local_of(each.tensor).device for each in found if each.blocks is not None}
             if len(devices) > 1:
                 raise UsageError(f"matrices are on {len(devices)} devices; a rank needs all of them on one")
@@ -108,6 +113,7 @@ class Gather:
         self._adamw = LocalAdamW()
         self._schedules.clear()
         self._checkpoints.clear()
+        self._last = b"", []
         codes = bytes(code_of(each.tensor, weight_of(each.tensor)) if each.moves else NO_GRADIENT for each in found)
         moving = self._reading.of(optimizer, Weights([each.tensor for each in found]), [None for _ in found])
         self._whole = self._scheduled(codes, moving)
@@ -117,13 +123,31 @@ class Gather:
     def ready(self, optimizer: Muon, what: str = "", error: Exception | None = None) -> None:
         """All ranks are in ``what``, none with an ``error``, and have agreed where everything is; collective."""
         if what:
+            self._early.drop()
             self.control.agree(what, error=error)
         if not optimizer._planned:
             self.place(optimizer)
 
+    def early(self, optimizer: Muon) -> AbstractContextManager[None]:
+        """Inside it owners begin the next step, where it can be one like the last."""
+        codes, stages = self._last
+        if not optimizer._planned or not stages or not self._pipeline.stay(stages):
+            return self._early.opened(checked_keepers(optimizer), None)
+        moving = self._reading.foreseen(optimizer, codes)
+        foreseen = None if moving is None else Foreseen(self._pipeline, stages, moving)
+        return self._early.opened(self._keepers, foreseen)
+
     def step(self, optimizer: Muon) -> bool:
         """One update of all parameters, wherever they are; False where it was skipped for NaN or inf; collective."""
         self.control.step += 1
+        try:
+            return self._step(optimizer)
+        finally:
+            self._early.drop()  # what was not part of it
+            for keeper in self._keepers:
+                keeper.step = self.control.step + 1
+
+    def _step(self, optimizer: Muon) -> bool:
         self.ready(optimizer)
         with phase("check"):
             agreed = self._agreed(optimizer)
@@ -131,13 +155,15 @@ class Gather:
             return False
         codes, moving = agreed
         stages = self._scheduled(codes, moving)
+        done = self._early.claimed(stages, moving, lambda: self._reading.is_steady(optimizer, moving, codes))
         with self.control.guard("step"):
             for keeper in self._keepers:
                 keeper.release()
             complete(moving.weights.parameters, moving.gradients, codes)
             self._reading.carry(optimizer, moving, codes)
             with phase("exchange"):
-                self._pipeline.run(stages, moving, lambda: self._step_adamw(optimizer, moving, codes))
+                self._pipeline.run(stages, moving, lambda: self._step_adamw(optimizer, moving, codes), done)
+        self._last = codes, stages
         self.traffic.steps += 1
         return True
 
@@ -195,7 +221,7 @@ class Gather:
                 if "momentum_buffer" in its:
                     local[index] = local_of(its["momentum_buffer"])
         except UsageError as raised:
-            error = UsageError(f"{_found(optimizer)[index].name}: its {key}: {raised}")
+            error = UsageError(f"{found_of(optimizer)[index].name}: its {key}: {raised}")
         except Exception as raised:  # such as too little memory
             error = raised
         has = [index in local or index in wholes for index in range(len(parameters))]
@@ -220,7 +246,8 @@ class Gather:
         own, error = list[tuple[int, dict[str, Any]]](), None
         try:
             for stage in self._whole:
-                found = report(self._newton_schulz, self._directions(optimizer, stage), spectra, 0).matrices
+                given = directions(optimizer, self._survey.matrices, stage.batch)
+                found = report(self._newton_schulz, given, spectra, 0).matrices
                 own += [(place, asdict(each)) for place, each in zip(stage.batch, found, strict=True)]
         except Exception as raised:  # such as too little memory
             error = raised
@@ -228,24 +255,7 @@ class Gather:
             place: MatrixReport(**{**fields, "owner": rank})
             for rank, some in enumerate(self.control.gather(own, "report", error)) for place, fields in some
         }
-        return Report(tuple(by_place[place] for place in sorted(by_place)), optimizer.skipped_steps)
-
-    def _directions(self, optimizer: Muon, stage: Stage) -> list[Direction]:
-        found = []
-        places = [(index, position) for index, group in enumerate(optimizer.param_groups)
-                  for position in range(len(group["params"]))]
-        blocks = Counter(matrix.parameter for matrix in self._survey.matrices)
-        for place in stage.batch:
-            matrix = self._survey.matrices[place]
-            index, position = places[matrix.parameter]
-            group = optimizer.param_groups[index]
-            p = group["params"][position]
-            name = block_name(group, index, position, matrix.block, blocks[matrix.parameter])
-            momentum = optimizer.state.get(p, {}).get("owned", {}).get(matrix.block)
-            shape = matrix.rows, matrix.cols
-            local = local_of(p)
-            found.append(Direction(name, shape, momentum, factor_of(group, shape), local.device, local.dtype))
-        return found
+        return Report(tuple(by_place[place] for place in sorted(by_place)), optimizer.skipped_steps, *optimizer._choice)
 
     def _placed(self, index: int, p: Tensor, value: Tensor) -> Tensor:
         """A tensor of a parameter's shape, placed like it."""
@@ -281,9 +291,10 @@ class Gather:
             self.assignment = keeper.assignment
         new = [matrix for matrix in self._survey.matrices if key(matrix) not in self._owners]
         if new:
+            owned = [(each, self._owners[key(each)]) for each in self._survey.matrices if key(each) in self._owners]
             self.assignment = owners_of(
-                new, found, self._momentum_dtype, self.control, self._newton_schulz, device, self._bucket_bytes,
-                self._profile,
+                new, owned, found, self._momentum_dtype, self.control, self._newton_schulz, device,
+                self._bucket_bytes, self._profile, self._ownership,
             )
             self._owners |= {key(matrix): owner for matrix, owner in zip(new, self.assignment.owner, strict=True)}
         self._owner = [self._owners[key(matrix)] for matrix in self._survey.matrices]
@@ -299,7 +310,7 @@ class Gather:
         told = bytes(len(parameters))  # no gradient
         try:
             check_reduced(self._keepers)
-            told, moving = self._reading.next(optimizer, parameters)
+            told, moving = self._reading.next(optimizer, parameters, self._adamw.has_left(optimizer.state))
             options = options_of(optimizer.param_groups)
             finite = not optimizer._skip_nonfinite or are_finite(
                 each for p, each in zip(parameters, moving.gradients, strict=True)
@@ -318,7 +329,7 @@ class Gather:
             for index, p in enumerate(parameters):
                 reason = disagreement(p, self._survey.indivisible[index], least[index], most[index])
                 if reason is not None:
-                    raise UsageError(f"{_found(optimizer)[index].name}: {reason}")
+                    raise UsageError(f"{found_of(optimizer)[index].name}: {reason}")
         return None if nonfinite else (codes, moving)
 
     def _given(self, optimizer: Muon) -> dict[str, Any]:
@@ -327,6 +338,7 @@ class Gather:
         return {
             "eps": float(chains.eps), "ns_dtype": str(chains.dtype), "momentum_dtype": str(self._momentum_dtype),
             "bucket_bytes": self._bucket_bytes, "profile": self._profile, "skip_nonfinite": optimizer._skip_nonfinite,
+            **{f"ownership.{option}": value for option, value in vars(self._ownership).items()},
         }
 
     def _scheduled(self, codes: bytes, moving: Moving) -> list[Stage]:
@@ -381,14 +393,3 @@ def _bound(schedules: dict[Any, Any]) -> None:
     """Drop the oldest; the same ones on all ranks, as all have the same."""
     while len(schedules) > MAX_SCHEDULES:
         del schedules[next(iter(schedules))]
-
-
-def _found(optimizer: Muon) -> list[Found]:
-    found = []
-    for index, group in enumerate(optimizer.param_groups):
-        for position, p in enumerate(group["params"]):
-            blocks = None
-            if group["use_muon"]:
-                blocks = optimizer._blocks_of(group, index, position) or Blocks()
-            found.append(Found(name_of(group, index, position), p, blocks))
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -94,8 +94,8 @@ class Pipeline:
     """Runs stages on one device: at most ``DEPTH`` rounds of gradients and two of updates are under way.
 
     All transfers are posted in the order of the stages, alike on all ranks. Buffers are kept from step to step.
-    On a GPU the host waits for nothing: the current stream orthogonalizes, a second one packs, unpacks and updates, and
-    the exchange's carries.
+    On a GPU the host waits for nothing: the current stream orthogonalizes and updates, a second one packs and unpacks,
+    and the exchange's carries.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Pipeline:
         self._inputs, self._polars = ([Room(device) for _ in range(2)] for _ in range(2))
         self._together: WeakKeyDictionary[Stage, list[list[int]]] = WeakKeyDictionary()
         self._stay: WeakKeyDictionary[Stage, bool] = WeakKeyDictionary()  # by the first of some that go together
-        self._beside = Beside(device)
+        self.beside = Beside(device)
 
     def reserve(self, stages: Sequence[Stage]) -> None:
         """Room for what arrives in these stages; collective."""
@@ -118,18 +118,21 @@ class Pipeline:
             wanted[outward] = max(wanted[outward], sum(stage.outward.receive_sizes) * stage.dtype.itemsize)
         self._exchange.reserve(wanted)
 
-    def run(self, stages: Sequence[Stage], moving: Moving, meanwhile: Callable[[], None]) -> None:
-        """One step of all of the stages' matrices, and what is to be done ``meanwhile``: as the first travel."""
+    def run(
+        self, stages: Sequence[Stage], moving: Moving, meanwhile: Callable[[], None], done: Collection[Stage] = ()
+    ) -> None:
+        """One step of all of the stages' matrices but those ``done``, and what is to be done ``meanwhile``: as the
+        first travel."""
         if self.stay(stages):
             meanwhile()
             for index, stage in enumerate(stages):
-                self._move(stage, index, stages, moving)
-                self._mark(stage, moving)
+                if stage not in done:
+                    self.move(stages, index, moving)
             return
-        with self._beside.joined():
+        with self.beside.joined():
             self._run(stages, moving, meanwhile)
         for stage in stages:
-            self._mark(stage, moving)
+            self.mark(stage, moving)
 
     def stay(self, stages: Sequence[Stage]) -> bool:
         """Whether all matrices are whole on their owners, so that the last product updates them where they lie; the
@@ -142,21 +145,30 @@ class Pipeline:
             )
         return not stages or self._stay[stages[0]]
 
-    def _move(self, stage: Stage, index: int, stages: Sequence[Stage], moving: Moving) -> None:
-        """One step of matrices that stay."""
-        posted = self._post_inward(stages, index, moving.gradients)
-        gradients = self._assembled(stage, index, posted, moving.gradients)
-        matrices = [self.matrices[place] for place in stage.batch]
+    def of(self, stage: Stage) -> list[Matrix]:
+        """The matrices of this rank's batch."""
+        return [self.matrices[place] for place in stage.batch]
+
+    def whole(self, stage: Stage, moving: Moving) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights and momenta, (rows, cols) each, of this rank's batch of matrices that stay."""
+        matrices = self.of(stage)
         if stage.outward not in moving.weights.whole:
             held = self._held(stage.outward.kept, moving.weights.local)
             moving.weights.whole[stage.outward] = [
                 matrix.flat(weight) for matrix, weight in zip(matrices, held, strict=True)
             ]
-        weights = moving.weights.whole[stage.outward]
+        return moving.weights.whole[stage.outward], list(map(moving.momentum, matrices))
+
+    def move(self, stages: Sequence[Stage], index: int, moving: Moving) -> None:
+        """One step of a stage's matrices, which stay."""
+        stage = stages[index]
+        posted = self._post_inward(stages, index, moving.gradients)
+        gradients = self._assembled(stage, index, posted, moving.gradients)
+        weights, momenta = self.whole(stage, moving)
         for kind, some in self._kinds_of(stage, moving):
-            given, moved = ([every[at] for at in some] for every in (gradients, weights))
-            momentum = Momentum(kind.mode, tuple([moving.momentum(matrices[at]) for at in some]), kind.mu)
-            rates = [moving.rate(matrices[at]) for at in some]
+            given, moved, buffers = ([every[at] for at in some] for every in (gradients, weights, momenta))
+            momentum = Momentum(kind.mode, tuple(buffers), kind.mu)
+            rates = [moving.rate(self.matrices[stage.batch[at]]) for at in some]
             with phase(f"{len(some)}x{kind.rows}x{kind.cols}"):
                 if kind.plain:
                     self._newton_schulz.step(moved, given, momentum, [rate.numbers for rate in rates], index)
@@ -165,19 +177,20 @@ class Pipeline:
                 self._newton_schulz.directions(given, momentum, polars)
                 move(moved, polars, rates)
         self._traffic.ns_runs += len(stage.batch)
+        self.mark(stage, moving)
 
-    def _mark(self, stage: Stage, moving: Moving) -> None:
+    def mark(self, stage: Stage, moving: Moving) -> None:
         """Weights that are to go to other ranks may do so from here on."""
         if not moving.weights.has_owners:
             return
-        mark = self._beside.mark()
+        mark = self.beside.mark()
         for place in stage.batch:
             whole = whole_of(moving.weights.parameters[self.matrices[place].parameter])
             if whole is not None:
                 whole.updated = mark
 
     def _run(self, stages: Sequence[Stage], moving: Moving, meanwhile: Callable[[], None]) -> None:
-        beside, free = self._beside, None  # when the polar factors before the last have left their buffer
+        beside = self.beside
         with beside.stream():
             arriving = deque(
                 self._post_inward(stages, index, moving.gradients) for index in range(min(DEPTH, len(stages)))
@@ -188,19 +201,18 @@ class Pipeline:
         leaving: Posted | None = None
         for index, stage in enumerate(stages):
             beside.wait(ready)
-            beside.wait(free)
             sends, kept = self._orthogonalized(stage, index, gradients, moving)
             done = beside.mark()
             with beside.stream():
                 if index + 1 < len(stages):  # before the wait for this chain: the next one needs it
                     gradients, ready = self._next(stages, index + 1, arriving, moving)
-                self._arrive(leaving, moving)
-                free = beside.mark()
-            with beside.stream(after=done):
-                leaving = self._post_outward(stage, index, sends)
-                self._update(self._lots(stage.outward, moving)[0], kept, moving)
-        with beside.stream():
+                beside.wait(done)
+                posted = self._post_outward(stage, index, sends)
+            # Not beside the next chain: its persistent blocks need every multiprocessor, and updates would hold some.
             self._arrive(leaving, moving)
+            self._update(self._lots(stage.outward, moving)[0], kept, moving)
+            leaving = posted
+        self._arrive(leaving, moving)
 
     def _arrive(self, leaving: Posted | None, moving: Moving) -> None:
         """Wait for updates that are under way, which have left their buffer then, and move the weights here by them."""
@@ -216,7 +228,7 @@ class Pipeline:
         The chain that has read this one's matrices' buffer before, of two, is one that this stream has waited for.
         """
         gradients = self._assembled(stages[index], index, arriving.popleft(), moving.gradients)
-        ready = self._beside.mark()
+        ready = self.beside.mark()
         if index + DEPTH < len(stages):
             arriving.append(self._post_inward(stages, index + DEPTH, moving.gradients))
         return gradients, ready

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,16 @@ from ..blocks import Blocks
 from ..newton_schulz import GramNewtonSchulz
 from ..ownership import Assignment, Costs, Element, Timed, assign, batches, costs, costs_of, shares
 from ..ownership.profile import profile as time_steps
+from ..ownership_options import OwnershipOptions
+from ..parameters import name_of
 from .agreement import Agreement, Wanted
 from .control import Control
 from .pieces import Layout, Matrix, Spans, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
 from .whole import whole_of
 from .workload import Owned, work_of
+
+if TYPE_CHECKING:
+    from ..muon import Muon
 
 
 class Found(NamedTuple):
@@ -50,6 +55,18 @@ class Survey:
     matrices: tuple[Matrix, ...] = ()
     indivisible: tuple[bool, ...] = ()
     held: tuple[tuple[Spans, ...] | None, ...] = ()
+
+
+def found_of(optimizer: Muon) -> list[Found]:
+    """An optimizer's parameters, in order."""
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        for position, p in enumerate(group["params"]):
+            blocks = None
+            if group["use_muon"]:
+                blocks = optimizer._blocks_of(group, index, position) or Blocks()
+            found.append(Found(name_of(group, index, position), p, blocks))
+    return found
 
 
 def survey(found: Sequence[Found], group: ProcessGroup, control: Control, error: Exception | None) -> Survey:
@@ -105,16 +122,19 @@ def _replicated(layout: Layout) -> bool:
 
 
 def owners_of(
-    matrices: Sequence[Matrix], found: Sequence[Found], momentum_dtype: torch.dtype | None, control: Control,
-    chains: GramNewtonSchulz, device: torch.device, bucket_bytes: int, profile: bool,
+    matrices: Sequence[Matrix], owned: Sequence[tuple[Matrix, int]], found: Sequence[Found],
+    momentum_dtype: torch.dtype | None, control: Control, chains: GramNewtonSchulz, device: torch.device,
+    bucket_bytes: int, profile: bool, options: OwnershipOptions,
 ) -> Assignment:
-    """Who owns each matrix, decided by the first rank by its caches' costs or, to ``profile``, by what all ranks time
-    now; collective. An owner's batches are at most ``bucket_bytes`` of the parameter's dtype."""
+    """Who owns each of ``matrices``, beside those that are ``owned`` by ranks already; decided by the first rank by its
+    caches' costs or, to ``profile``, by what all ranks time now; collective. An owner's batches are at most
+    ``bucket_bytes`` of the parameter's dtype."""
     counts = Counter((matrix.rows, matrix.cols) for matrix in matrices)
     groups = [Group(count, *shape) for shape, count in counts.items()]
     dtypes = [found[matrix.parameter].tensor.dtype for matrix in matrices]
     measured = _timed(groups, chains, device, dtypes[0], bucket_bytes, control) if profile else None
     arithmetic = chains.steps, chains.restarts
+    beside = _beside(owned, found, momentum_dtype, options)
 
     def price(every: Iterable[Group], element: Element) -> dict[tuple[int, int], Costs]:
         if measured is not None:
@@ -122,17 +142,35 @@ def owners_of(
         return costs_of(every, fingerprint(str(device)), chains.dtype, chains._layers, *arithmetic, element)
 
     def decided() -> list[Any]:
-        owned = [
+        wanted = [
             Owned(matrix.rows, matrix.cols, layer_of(found[matrix.parameter].name),
                   Element(dtype.itemsize, (momentum_dtype or dtype).itemsize, dtype.itemsize))
             for matrix, dtype in zip(matrices, dtypes, strict=True)
         ]
-        work = work_of(owned, price, bucket_bytes)
-        solved = assign(work, control.size, nodes=nodes_of(control.ranks))
+        work = work_of(wanted, price, bucket_bytes)
+        solved = assign(work, control.size, nodes=nodes_of(control.ranks), **vars(beside))
         return [solved.owner, solved.loads_us, solved.bound_us, solved.method]
 
     owner, loads_us, bound_us, method = control.decide(decided, "owners")
     return Assignment(tuple(owner), tuple(loads_us), bound_us, method)
+
+
+def _beside(
+    owned: Sequence[tuple[Matrix, int]], found: Sequence[Found], momentum_dtype: torch.dtype | None,
+    options: OwnershipOptions,
+) -> OwnershipOptions:
+    """The options where owners have momenta already: for the solver all are equal, so that all have as much left as the
+    fullest one; UsageError where that is nothing."""
+    held = Counter[int]()
+    for matrix, owner in owned:
+        dtype = momentum_dtype or found[matrix.parameter].tensor.dtype
+        held[owner] += matrix.rows * matrix.cols * dtype.itemsize if found[matrix.parameter].moves else 0
+    if options.memory_bytes is None or not held:
+        return options
+    left = options.memory_bytes - max(held.values())
+    if left <= 0:
+        raise UsageError(f"ownership.memory_bytes is {options.memory_bytes}, and an owner has as much; raise it")
+    return replace(options, memory_bytes=left)
 
 
 def _timed(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from dmuon_tune.errors import UsageError
 
 from ..batches import Setting
 from .gradients import Gradients, are_usual
@@ -32,9 +35,11 @@ class Reading:
         self._weights: Weights | None = None
         self._gradients: Gradients | None = None
         self._owned: Owned | None = None
+        self._amsgrads: list[bool] = []  # which ask for more state
 
-    def next(self, optimizer: Muon, parameters: Sequence[Tensor]) -> tuple[bytes, Moving]:
-        """The codes of the gradients that ``parameters``, all in order, have here, and what the step reads.
+    def next(self, optimizer: Muon, parameters: Sequence[Tensor], by_adamw: bool) -> tuple[bytes, Moving]:
+        """The codes of the gradients that ``parameters``, all in order, have here, and what the step reads;
+        ``by_adamw``: AdamW's state is what its last step has left.
 
         UsageError, by name, for what cannot be used. All of it is checked once, then what may have changed, on local
         tensors alone: a DTensor takes its time to answer.
@@ -49,8 +54,10 @@ class Reading:
         if known is not None and not known.are_alike(gradients, local):
             known = None
         usual = known.are_usual if known else are_usual(weights.local, local)
-        if not (lies and usual):
+        amsgrads = [group["amsgrad"] for group in optimizer.param_groups if not group["use_muon"]]
+        if not (lies and usual and by_adamw and amsgrads == self._amsgrads):
             optimizer._check_step()
+        self._amsgrads = amsgrads
         self._weights, self._gradients = weights, known or Gradients(parameters, gradients, local, usual)
         return self._gradients.codes, self.of(optimizer, weights, local)
 
@@ -64,11 +71,27 @@ class Reading:
 
     def carry(self, optimizer: Muon, moving: Moving, codes: bytes) -> None:
         """Bring the momenta of what moves to this step, unless the one before has left them so."""
-        state = optimizer.state
-        kind = codes, *((each.mu, each.average) if each else None for each in dict.fromkeys(moving.settings))
-        if self._owned is None or not self._owned.are_so(kind, state):
-            self._owned = Owned(kind, state, moving.weights.parameters, self._carried(state, moving, codes))
+        if not self.is_steady(optimizer, moving, codes):
+            carried = self._carried(optimizer.state, moving, codes)
+            self._owned = Owned(_kind(moving, codes), optimizer.state, moving.weights.parameters, carried)
+        assert self._owned is not None
         moving.owned.update(self._owned.momenta)
+
+    def is_steady(self, optimizer: Muon, moving: Moving, codes: bytes) -> bool:
+        """Whether the same matrices move as in the step before, and their momenta are as that has left them."""
+        return self._owned is not None and self._owned.are_so(_kind(moving, codes), optimizer.state)
+
+    def foreseen(self, optimizer: Muon, codes: bytes) -> Moving | None:
+        """What the next step will read but gradients, if it is like the one before, whose ``codes`` these are; None
+        where it cannot be."""
+        with suppress(UsageError):  # which the step raises on all ranks
+            optimizer._check_groups()
+            if self._weights is not None and self._weights.are_so(list(optimizer._parameters())):
+                moving = self.of(optimizer, self._weights, [None] * len(codes))
+                if self.is_steady(optimizer, moving, codes):
+                    self.carry(optimizer, moving, codes)
+                    return moving
+        return None
 
     def _carried(
         self, state: dict[Tensor, dict[str, Any]], moving: Moving, codes: bytes
@@ -89,3 +112,8 @@ class Reading:
             assert setting is not None
             setting.carry(state[moving.weights.parameters[parameter]], owned.values())
         return found
+
+
+def _kind(moving: Moving, codes: bytes) -> Hashable:
+    """Of steps that need momenta alike."""
+    return codes, *((each.mu, each.average) if each else None for each in dict.fromkeys(moving.settings))

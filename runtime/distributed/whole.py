@@ -15,17 +15,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..ownership import Assignment
+    from .early import Early
 
 ATTRIBUTE = "_dmuon_tune_whole"  # of the parameter
 
 
 class Keeper(Protocol):
-    """The model that such parameters are part of; ``assignment``: of these, in its order."""
+    """The model that such parameters are part of; ``assignment``: of these, in its order; ``step``: the one that
+    its passes are for, from 1; ``early``: what an optimizer has begun, or waits to begin, of it."""
 
     assignment: Assignment
+    step: int
+    early: Early | None
 
     def release(self) -> None:
-        """Owners' weights are about to change: what modules have been given of them is void."""
+        """Owners' weights are about to change: what modules have been given of them is void, and what has begun of a
+        step that is not this one is undone."""
         ...
 
     def set_reduces(self, now: bool) -> bool:

@@ -13,17 +13,15 @@ from dmuon_tune.errors import UsageError
 
 from ..parameters import name_of
 from .pieces import Matrix, cut
-from .whole import Keeper, whole_of
+from .whole import Keeper, keepers_of, whole_of
 
 if TYPE_CHECKING:
     from ..muon import Muon
 
 
-def keepers_of(optimizer: Muon) -> list[Keeper]:
+def checked_keepers(optimizer: Muon) -> list[Keeper]:
     """The models of which some parameters have owners; UsageError, by name, where others are not what they must be."""
-    keepers: dict[Keeper, None] = {}
-    for group in optimizer.param_groups:
-        keepers |= {whole.keeper: None for whole in map(whole_of, group["params"]) if whole is not None}
+    keepers = keepers_of(optimizer._parameters())
     for index, group in enumerate(optimizer.param_groups if keepers else ()):
         for position, p in enumerate(group["params"]):
             whole = whole_of(p)
@@ -37,7 +35,7 @@ def keepers_of(optimizer: Muon) -> list[Keeper]:
                     f"{name_of(group, index, position)} is neither dedicated nor sharded; call fully_shard(model, "
                     "ignored_params=dedicated) before the optimizer is made"
                 )
-    return list(keepers)
+    return keepers
 
 
 def spread(

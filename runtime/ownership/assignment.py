@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dmuon_tune import checks
 from dmuon_tune.errors import UsageError
 
+from ..ownership_options import OwnershipOptions
 from .instance import Instance, Work
 from .solve import solve
 from .spread import over_nodes, owners_of
@@ -36,8 +37,8 @@ class Assignment:
 
 
 def assign(
-    work: Sequence[Work], owners: int, *, nodes: int = 1, seconds: float = 2.0, seed: int = 0,
-    memory_bytes: int | None = None,
+    work: Sequence[Work], owners: int, *, nodes: int = 1, seconds: float = OwnershipOptions.seconds,
+    seed: int = OwnershipOptions.seed, memory_bytes: int | None = OwnershipOptions.memory_bytes,
 ) -> Assignment:
     """Divide matrices, in model order, among ``owners`` equal ranks of ``nodes`` equal nodes (node by node) so that the
     slowest is done as early as possible, each owner's batches of equal matrices taken together; each shape evenly where

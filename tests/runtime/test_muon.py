@@ -259,7 +259,7 @@ WRONG_TYPES: dict[str, tuple[Any, ...]] = {
     "flatten": ("0.weight", 3, None, (3,), True),
     "splits": ((2, 3), "x", {"a": 3}, {"a": (2.0,)}, {"a": ()}, {"a": "12"}, {3: (2,)}, {"a": Split((1,), 2)}),
     "process_group": ("world", 3, True), "bucket_bytes": WRONG_INTEGERS, "timeout": WRONG_NUMBERS,
-    "profile": WRONG_FLAGS,
+    "profile": WRONG_FLAGS, "ownership": (2.0, {"seconds": 2}, True), "mode": WRONG_NAMES,
 }
 
 

@@ -64,6 +64,14 @@ FAILURES: dict[str, tuple[Callable[[nn.Module, Muon], Any], str]] = {
     "a differentiable AdamW": (
         lambda model, muon: muon.param_groups[1].update(differentiable=True), "group 1: differentiable must be False"
     ),
+    "a rate that AdamW's lists cannot have": (
+        lambda model, muon: muon.param_groups[1].update(lr=torch.tensor(1e-3), foreach=True, fused=False),
+        r"group 1: AdamW cannot step with these options \(RuntimeError: lr as a Tensor .*\); change them",
+    ),
+    "an AdamW to be captured on a CPU": (
+        lambda model, muon: muon.param_groups[1].update(capturable=True, fused=False),
+        r"group 1: AdamW cannot step with these options \(AssertionError: If capturable=True",
+    ),
     "no direction": (lambda model, muon: muon.param_groups[1].pop("maximize"), "group 1: maximize is missing"),
     "a momentum that is none": (
         lambda model, muon: muon.state[model.get_parameter("5.weight")].update(momentum_buffer="junk"),

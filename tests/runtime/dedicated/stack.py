@@ -44,8 +44,8 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
     return F.cross_entropy(model(text).flatten(0, 1), text.flatten())
 
 
-def dedicated(size: int, **options: object) -> Stack:
-    model = Stack()
+def dedicated(size: int, make: type[Stack] = Stack, **options: object) -> Stack:
+    model = make()
     owned = dedicate(model, mesh_of("fsdp", size), **options)  # type: ignore[arg-type]
     fully_shard(model, mesh=mesh_of("fsdp", size), ignored_params=owned)
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dmuon_tune.runtime import Muon, clip_grad_norm_, dedicate, no_sync
+from dmuon_tune.runtime.distributed.whole import whole_of
 
 from ..reference import gaussian
 
@@ -96,20 +99,29 @@ def late(model: Model, rank: int) -> Model:
 
 def trained(model: Model, rank: int, size: int, way: str = "plain") -> dict[str, Tensor]:
     """The weights after some steps, whole, on the CPU; the host waits for nothing meanwhile."""
-    optimizer = Muon(model, lr=LR, weight_decay=0.1, verbose=False, ns_dtype="float32")
+    options = {"bucket_bytes": 1} if way == "alone" or way.startswith("early") else {}
+    optimizer = Muon(model, lr=LR, weight_decay=0.1, verbose=False, ns_dtype="float32", **options)
     given = inputs(size)
     for step in range(STEPS):
         if way == "no_sync":
             with no_sync(model):
                 loss_of(model, given[size * (STEPS + step) + rank]).backward()
-        loss_of(model, given[size * step + rank]).backward()
+        with optimizer.early_step() if way.startswith("early") else nullcontext():
+            loss_of(model, given[size * step + rank]).backward()
         if way == "clipped":
             clip_grad_norm_(model, 0.01)
+        if way == "early, undone" and step % 2:
+            for whole, p in ((whole_of(p), p) for p in model.parameters()):
+                if whole is not None and whole.is_here:
+                    p.grad.mul_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if way == "evaluated":
             with torch.no_grad():
                 loss_of(model, given[step])
+    if way.startswith("early"):
+        assert optimizer.traffic is not None and optimizer.traffic.early_runs >= STEPS
+        assert bool(optimizer.traffic.undone_runs) == (way == "early, undone")
     return {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
 
 
@@ -150,6 +162,49 @@ def test_weights_are_those_of_gathered_owners_whoever_is_late(tmp_path: Path) ->
         assert far(found["no_sync"], found["gathered, plain"]) > 0.05, "other gradients"
 
 
+def is_beside(model: Model) -> bool:
+    """Whether a batch comes to its end on the GPU while that is still busy with the backward."""
+    optimizer, whole = Muon(model, lr=LR, verbose=False, bucket_bytes=1), whole_of(model.blocks[-1].down.weight)
+    given = inputs(1)
+    assert whole is not None
+    for step in range(4):
+        if step == 3:
+            model.blocks[0].up.weight.register_hook(lambda _: torch.cuda._sleep(100 * DELAY_CYCLES))
+        torch.cuda.synchronize()
+        before = whole.updated
+        with optimizer.early_step():
+            loss_of(model, given[step]).backward()
+        for _ in range(300):
+            if whole.updated is not before and whole.updated.query():
+                break
+            time.sleep(0.001)
+        found = whole.updated is not before and whole.updated.query() and not torch.cuda.current_stream().query()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def early_of_rank(rank: int, size: int, folder: str) -> None:
+    mesh = join(rank, size, folder)
+    found = {way: trained(made(mesh, dedicated=True), rank, size, way) for way in ("alone", "early", "early, undone")}
+    for way in ("early, late", "early, undone, late"):
+        found[way] = trained(late(made(mesh, dedicated=True), rank), rank, size, way.removesuffix(", late"))
+    assert size > 1 or is_beside(made(mesh, dedicated=True))
+    torch.save(found, f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_begins_in_a_backward_gives_the_same_bits(tmp_path: Path, size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"fewer than {size} CUDA devices")
+    multiprocessing.spawn(early_of_rank, (size, str(tmp_path)), nprocs=size)
+    for rank in range(size):
+        plain, *others = torch.load(tmp_path / f"{rank}.pt").values()
+        for found in others:
+            assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
 def in_two_levels(rank: int, size: int, folder: str) -> None:
     mesh = join(rank, size, folder, 2, 2)
     found = {how: trained(model, rank, size) for how, model in (
@@ -169,13 +224,14 @@ def test_two_levels(tmp_path: Path) -> None:
         assert far(found["dedicated"], found["gathered"]) < 0.05
 
 
-def memory_of_rank(rank: int, size: int, folder: str) -> None:
+def memory_of_rank(rank: int, size: int, folder: str, early: bool) -> None:
     mesh = join(rank, size, folder)
     model = made(mesh, dedicated=True)
     optimizer, given, held = Muon(model, lr=LR, verbose=False, graphs=False), inputs(size), []
-    for steps in (3, 20):
+    for steps in (4, 20):
         for step in range(steps):
-            loss_of(model, given[step % STEPS]).backward()
+            with optimizer.early_step() if early else nullcontext():
+                loss_of(model, given[step % STEPS]).backward()
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -184,9 +240,11 @@ def memory_of_rank(rank: int, size: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_nothing_is_kept_from_step_to_step(tmp_path: Path) -> None:
-    multiprocessing.spawn(memory_of_rank, (2, str(tmp_path)), nprocs=2)
-    for rank in range(2):
+@pytest.mark.parametrize(("size", "early"), [(1, True), (2, False)])
+def test_nothing_is_kept_from_step_to_step(tmp_path: Path, size: int, early: bool) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"fewer than {size} CUDA devices")
+    multiprocessing.spawn(memory_of_rank, (size, str(tmp_path), early), nprocs=size)
+    for rank in range(size):
         before, after = torch.load(tmp_path / f"{rank}.pt")
         assert after <= before

@@ -91,14 +91,15 @@ def test_a_weight_that_is_not_here_is_nan(worlds: Worlds) -> None:
     worlds(2).run(looked_at)
 
 
-def sent(rank: int, size: int) -> tuple[list[str], int]:
+def sent(rank: int, size: int, early: bool) -> tuple[list[str], int]:
     """What ranks tell each other in a step, and how many collectives of PyTorch's there are in it."""
     model = dedicated(size)
     optimizer = Muon(model, verbose=False)
     told: list[str] = []
     post = Control.post
     for step in range(3):
-        loss_of(model, step).backward()
+        with optimizer.early_step() if early else contextlib.nullcontext():
+            loss_of(model, step).backward()
         told.clear()
         Control.post = lambda self, start, what: told.append(what) or post(self, start, what)  # type: ignore[method-assign]
         try:
@@ -110,8 +111,9 @@ def sent(rank: int, size: int) -> tuple[list[str], int]:
     return told, counted.get_total_counts()
 
 
-def test_a_step_sends_no_weight_and_no_gradient(worlds: Worlds) -> None:
-    for told, collectives in worlds(2).run(sent):
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_sends_no_weight_and_no_gradient(worlds: Worlds, early: bool) -> None:
+    for told, collectives in worlds(2).run(sent, early):
         assert told == ["gradients"], "one message of 4 KiB in which ranks agree on the step"
         assert collectives == 0
 
@@ -172,6 +174,8 @@ def test_blocks_that_run_on_some_ranks_only_or_in_another_order(worlds: Worlds, 
 def once_more(rank: int, size: int) -> str:
     """Rank 0 alone runs a block again whose weights are gone."""
     model = dedicated(size, timeout=1.0)
+    loss_of(model, 0).backward()
+    Muon(model, verbose=False).step()
     model.runs = [0, 1, 2, 0, 3, 4] if rank == 0 else range(LAYERS)
     with pytest.raises(PeerError) as raised:
         loss_of(model, 0).backward()
@@ -180,7 +184,7 @@ def once_more(rank: int, size: int) -> str:
 
 def test_a_block_that_runs_twice_on_one_rank_is_an_error_on_all(worlds: Worlds) -> None:
     told = worlds(2).run(once_more)
-    assert "weights of blocks.0 once more" in told[0], told
+    assert "weights of blocks.0 once more" in told[0] and ", step 2" in told[0], told
 
 
 def raised_alone(rank: int, size: int) -> str:
@@ -213,6 +217,7 @@ def test_a_rank_that_is_killed_in_a_forward_ends_the_others(worlds: Worlds) -> N
     assert gone.exitcode == -signal.SIGKILL
     for outcome in (first, last):
         assert outcome.status == "raised" and "PeerError" in outcome.error and "rank 1" in outcome.error
+        assert ", step 1" in outcome.error, "of the step to come, whichever connection was waited for"
         assert outcome.seconds < 20
 
 

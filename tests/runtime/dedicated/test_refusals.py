@@ -119,6 +119,18 @@ def on_one_rank(rank: int, size: int) -> None:
     dedicate(Stack(), mesh_of("fsdp", size), exclude=("mixer.*",) if rank else ())
 
 
+def in_no_time_on_one_rank(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), timeout=-1.0 if rank else 30.0)
+
+
+def in_other_times(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), timeout=30.0 + rank)
+
+
+def converted(rank: int, size: int) -> None:
+    loss_of(dedicated(size).bfloat16(), 0)
+
+
 def rest_is_whole(rank: int, size: int) -> None:
     model = Stack()
     dedicate(model, mesh_of("fsdp", size))
@@ -174,7 +186,9 @@ def elsewhere(rank: int, size: int) -> None:
     (no_part, "units: Linear is no part of the model"), (of_itself, "units: Stack is the model itself"),
     (of_no_dtype, "reduce_dtype must be such as float32"), (without_a_mesh, "mesh must be a DeviceMesh, not None"),
     (of_no_model, "model must be a Module, not None"), (averaged_otherwise, "reduce_dtype.*not the same on rank 1"),
-    (on_one_rank, "dedicated matrices.*not the same on rank 1"),
+    (on_one_rank, "dedicated matrices.*not the same on rank 1"), (in_other_times, "timeout, .*not the same on rank 1"),
+    (in_no_time_on_one_rank, r"timeout must be a number of seconds in \(0, 1e\+09\], not -1.0"),
+    (converted, "mixer.weight is dedicated, and was converted to torch.bfloat16 on cpu since"),
     (rest_is_whole, "'embedding.weight' is neither dedicated nor sharded; call fully_shard"),
     (others_for_muon, "'mixer.weight' is dedicated, and AdamW's here"), (not_dedicated, "call dedicate first"),
     (of_another_shape, r"mixer.weight is \(12, 12\), in the state dict \(3, 4\)"),

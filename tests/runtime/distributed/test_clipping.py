@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from dmuon_tune.errors import DmuonTuneError, UsageError
@@ -108,6 +109,69 @@ def odd_ones(rank: int, size: int, model: nn.Module, places: dict[str, Tensor], 
         of_three = nn.Parameter(half_mesh)
         of_three.grad = half_mesh.clone()
         clip_grad_norm_(of_three, 1.0)
+
+
+def on_halves(rank: int, size: int) -> list[str]:
+    """Why parameters are refused that two of four ranks have, or that are others on the other two."""
+    ranks = [0, 1] if rank < 2 else [2, 3]
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False)
+    groups = [dist.new_group(each) for each in ([0, 1], [2, 3])]
+
+    def stage(rows: int, name: str) -> nn.Module:
+        p = nn.Parameter(DTensor.from_local(torch.full((rows, 4), 1.0 + rank), mesh, [Shard(0)], run_check=False))
+        p.grad = p.detach().clone()
+        module = nn.Module()
+        module.register_parameter(name, p)
+        return module
+
+    reasons = []
+    for other in (stage(1 + rank // 2, "weight"), stage(1, f"stage{rank // 2}")):
+        for _ in range(2):  # a refusal is no agreement
+            with pytest.raises(UsageError) as raised:
+                clip_grad_norm_(other, 1.0)
+            reasons.append(str(raised.value))
+        (p,) = other.parameters()
+        assert p.grad is not None and local(p.grad).eq(1.0 + rank).all()
+        close(clip_grad_norm_(other, math.inf, math.inf), torch.tensor(float(size)))
+        own = math.sqrt(sum(local(p).numel() * (1 + each) ** 2 for each in ranks))
+        close(clip_grad_norm_(other, 1.0, process_group=groups[rank // 2]), torch.tensor(own))
+    alone = nn.Parameter(DTensor.from_local(torch.ones(1 if rank < 2 else 0, 4), init_device_mesh("cpu", (2,)),
+                                            [Shard(0)], run_check=False, shape=torch.Size((2, 4)), stride=(4, 1)))
+    alone.grad = alone.detach().clone()
+    with pytest.raises(UsageError) as raised:
+        clip_grad_norm_([alone], 1.0)
+    return [*reasons, str(raised.value)]
+
+
+def test_ranks_with_other_parameters_are_refused(worlds: Worlds) -> None:
+    said = ("clip_grad_norm_: not each of 4 ranks has given its part of the same parameters; give all of them, those "
+            "without a gradient too, and the process_group of ranks that have them")
+    assert worlds(4).run(on_halves) == [[said] * 5] * 4
+
+
+def in_other_order(rank: int, size: int) -> list[str]:
+    """The same parameters in another order are the same; what a rank says of one that it alone leaves out."""
+    model = parallel(Toy(), "fsdp", size)
+    places = places_of(Toy, "fsdp", size)
+    full = gradients({name: p.shape for name, p in named(model).items()}, step=1)
+    given = set_gradients(model, places, full)
+    norm, _ = expected(full.values(), 1e9, 2.0)
+    close(clip_grad_norm_(given[::-1] if rank else given, 1e9), norm)
+    said = []
+    for some in (given[1:], given[1:], given):
+        try:
+            said.append(str(clip_grad_norm_(some if rank else given, 1e9).isnan().item()))
+        except UsageError as refused:
+            said.append(type(refused).__name__)
+        said.append(str(any(p.grad is not None and local(p.grad).isnan().any() for p in given)))
+        set_gradients(model, places, full)
+    return said
+
+
+def test_a_list_that_differs_later_gives_no_wrong_norm(worlds: Worlds) -> None:
+    knows, is_new = worlds(2).run(in_other_order)
+    assert knows == ["True", "True"] * 2 + ["False", "False"]
+    assert is_new == ["UsageError", "False"] * 2 + ["False", "False"]
 
 
 def test_every_layout_gives_pytorchs_norm(worlds: Worlds) -> None:

@@ -28,6 +28,7 @@ from .world import ROOT, Worlds
 KEPT = 2  # steps that the checkpoint has seen; rank 1's fault comes before the next
 PLAN = Steps(steps=KEPT, options={"timeout": 20.0})
 NEXT = replace(PLAN, steps=1)
+LATE_S = 30  # of a rank whose host or disk is slow
 
 
 @contextmanager
@@ -41,10 +42,10 @@ def little_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def trained(rank: int, size: int, fault: str, folder: str) -> Held:
-    """Two steps, a checkpoint, a fault of rank 1 and another step, after which this rank's weights are returned."""
-    model, optimizer, parameters, places = start(PLAN, "fsdp", size)
-    step(PLAN, optimizer, parameters, places, 0)
+def trained(rank: int, size: int, fault: str, folder: str, plan: Steps = PLAN, late_s: float = 3) -> Held:
+    """Two steps, a checkpoint, a fault of rank 1 or a late rank 0, and another step: this rank's weights then."""
+    model, optimizer, parameters, places = start(plan, "fsdp", size)
+    step(plan, optimizer, parameters, places, 0)
     weights, state = get_state_dict(model, optimizer)
     checkpoint = {"model": weights, "optimizer": state}
     dcp.save(checkpoint, checkpoint_id=folder)
@@ -57,7 +58,7 @@ def trained(rank: int, size: int, fault: str, folder: str) -> Held:
     elif fault == "interrupted" and rank == 1:
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()  # while it waits for rank 0
     elif fault in ("slow", "interrupted") and rank == 0:
-        time.sleep(3)
+        time.sleep(late_s)
     step(NEXT, optimizer, parameters, places, KEPT)
     return held(parameters, places)
 
@@ -69,14 +70,19 @@ def resumed(rank: int, size: int, folder: str) -> Held:
     return held(parameters, places)
 
 
+def check_resumes(worlds: Worlds, folder: Path) -> None:
+    """What ``trained`` has saved goes on, on two ranks."""
+    ranks = worlds(2).run(resumed, str(folder))
+    assert_equal(NEXT, ranks, alone(replace(PLAN, steps=KEPT + 1)), "resumed on 2")
+
+
 def test_a_killed_rank_ends_all_and_the_checkpoint_resumes(worlds: Worlds, tmp_path: Path) -> None:
-    wanted = alone(replace(PLAN, steps=KEPT + 1))
     first, killed, last = worlds(3).outcomes(trained, "killed", str(tmp_path))
     assert killed.exitcode == -signal.SIGKILL
     for outcome in (first, last):
         assert outcome.status == "raised" and "PeerError" in outcome.error and outcome.seconds < 20
         assert f"step {KEPT + 1}; not arrived: rank 1" in outcome.error
-    assert_equal(NEXT, worlds(2).run(resumed, str(tmp_path)), wanted, "resumed on 2")
+    check_resumes(worlds, tmp_path)
 
 
 def test_an_interrupted_rank_tells_the_others(worlds: Worlds, tmp_path: Path) -> None:
@@ -93,8 +99,29 @@ def test_what_is_no_reason_to_stop(worlds: Worlds, tmp_path: Path, fault: str) -
     assert_equal(NEXT, ranks, alone(replace(PLAN, steps=KEPT + 1)), fault)
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_late_by_less_than_the_timeout_is_waited_for(worlds: Worlds, tmp_path: Path) -> None:
+    patient = replace(PLAN, options={"timeout": 2.0 * LATE_S})
+    began = time.monotonic()
+    ranks = worlds(3).run(trained, "slow", str(tmp_path), patient, LATE_S, timeout=3 * LATE_S)
+    assert time.monotonic() - began > LATE_S
+    assert_equal(NEXT, ranks, alone(replace(PLAN, steps=KEPT + 1)), "waited for")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_by_more_is_named_and_the_checkpoint_resumes(worlds: Worlds, tmp_path: Path) -> None:
+    hasty = replace(PLAN, options={"timeout": LATE_S / 3})
+    late, *waited = worlds(3).outcomes(trained, "slow", str(tmp_path), hasty, LATE_S, timeout=3 * LATE_S)
+    why = f"waited {LATE_S / 3:g} s for gradients, step {KEPT + 1}; not arrived: rank 0"
+    for outcome in waited:
+        assert outcome.status == "raised" and outcome.error.endswith(f"PeerError: {why}")
+        assert outcome.seconds < LATE_S, "ended before the late rank came"
+    assert late.status == "raised" and late.seconds < LATE_S + 5 and late.error.endswith(f"failed: {why}")
+    check_resumes(worlds, tmp_path)
+
+
 SCRIPT = """
-import sys
+import sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -103,29 +130,42 @@ from dmuon_tune.runtime import Muon
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16))
-optimizer = Muon(fully_shard(model), timeout=30, verbose=False, include=["*"])
+optimizer = Muon(fully_shard(model), timeout=float(sys.argv[1]), verbose=False, include=["*"])
 for step in range(4):
     if dist.get_rank() == 1 and step == 2:
-        raise ValueError("no more data")
+        exec(sys.argv[2])
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
 """
 
 
-def test_a_script_that_raises_between_steps_tells_the_others_why(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def ended(folder: Path, timeout_s: float, fault: str) -> list[tuple[int, str]]:
+    """Exit code and last line of each of two ranks that run the script; ``fault`` is what rank 1 does between steps."""
+    (folder / "train.py").write_text(SCRIPT)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent keeps one
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo",
     }
     ranks = [
-        subprocess.Popen([sys.executable, tmp_path / "train.py"], stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen([sys.executable, folder / "train.py", str(timeout_s), fault], stderr=subprocess.PIPE,
+                         text=True, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
-    first, second = (process.communicate(timeout=60)[1] for process in ranks)
-    assert [process.returncode for process in ranks] == [1, 1]
-    assert second.strip().endswith("ValueError: no more data")
-    assert first.strip().endswith("PeerError: rank 1 failed: ValueError: no more data")
+    said = [process.communicate(timeout=120)[1].strip().rpartition("\n")[2] for process in ranks]
+    return [(process.returncode, last) for process, last in zip(ranks, said, strict=True)]
+
+
+def test_a_script_that_raises_between_steps_tells_the_others_why(tmp_path: Path) -> None:
+    first, second = ended(tmp_path, 30, 'raise ValueError("no more data")')
+    assert second[0] == 1 and second[1].endswith("ValueError: no more data")
+    assert first[0] == 1 and first[1].endswith("PeerError: rank 1 failed: ValueError: no more data")
+
+
+@pytest.mark.slow
+def test_a_script_whose_rank_is_late_ends_on_all_ranks(tmp_path: Path) -> None:
+    first, late = ended(tmp_path, LATE_S / 3, f"time.sleep({LATE_S})")
+    why = f"waited {LATE_S / 3:g} s for gradients, step 3; not arrived: rank 1"
+    assert first[0] == 1 and first[1].endswith(f"PeerError: {why}")
+    assert late[0] == 1 and late[1].endswith(f"PeerError: rank 0 failed: {why}")

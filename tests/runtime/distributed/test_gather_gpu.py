@@ -1,4 +1,7 @@
-"""Shards on GPUs: streams that overlap leave no bit to chance, and weights are one process's within half precision."""
+"""Shards on GPUs: streams that overlap leave no bit to chance, and weights are one process's within half precision.
+
+Where there is one GPU, two ranks share it: copies carry all of it then, which NCCL does not between such ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from dmuon_tune.runtime.distributed.neighbours import VARIABLE
 from ..reference import gaussian
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+GPUS = torch.cuda.device_count()
+SIZE = min(4, GPUS) if GPUS > 1 else 2
 STEPS = 12
 # Rounds in plenty, of several shapes, by the library's fp32 products, which nobody compiles; and our kernels, which are
 # compiled, in three batches: two matrices, one that is left over, an odd one.
@@ -70,13 +75,24 @@ def moved(whole: nn.Module, optimizer: Muon) -> list[Tensor]:
             p.grad = gradient(p, index, step)
         optimizer.step()
         optimizer.zero_grad()
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu() for p in whole.parameters()]
+    return [held(p).detach().cpu() for p in whole.parameters()]
+
+
+def held(p: Tensor) -> Tensor:
+    """All of a parameter, on the CPU where ranks share a GPU: gloo gathers no shards of GPUs."""
+    if not isinstance(p, DTensor):
+        return p
+    if distributed.get_backend() == "nccl":
+        return p.full_tensor()
+    shards: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(shards, p.to_local().detach().cpu())
+    return torch.cat(shards)
 
 
 def join(rank: int, size: int, folder: str) -> None:
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % GPUS)
     store = distributed.FileStore(f"{folder}/store", size)
-    distributed.init_process_group("nccl", store=store, rank=rank, world_size=size)
+    distributed.init_process_group("nccl" if size <= GPUS else "gloo", store=store, rank=rank, world_size=size)
 
 
 def sharded(case: Case) -> nn.Module:
@@ -90,7 +106,7 @@ def rank_of_world(rank: int, size: int, folder: str, case: Case) -> None:
     join(rank, size, folder)
     found = []
     for training, bucket_bytes in enumerate(case.buckets):
-        os.environ[VARIABLE] = str(int(training != 1))
+        os.environ[VARIABLE] = str(int(training != 1 or size > GPUS))
         found.append(trained(sharded(case), ns_dtype=case.ns_dtype, bucket_bytes=bucket_bytes))
     torch.save(found, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
@@ -98,10 +114,9 @@ def rank_of_world(rank: int, size: int, folder: str, case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_rounds_on_streams_of_their_own(tmp_path: Path, case: Case) -> None:
-    size = min(4, torch.cuda.device_count())
-    multiprocessing.spawn(rank_of_world, (size, str(tmp_path), case), nprocs=size)
+    multiprocessing.spawn(rank_of_world, (SIZE, str(tmp_path), case), nprocs=SIZE)
     alone = trained(model(case), ns_dtype="float32")
-    for rank in range(size):
+    for rank in range(SIZE):
         first, again, *large = torch.load(tmp_path / f"{rank}.pt")
         assert all(map(torch.equal, first, again))
         for found in (first, *large):
@@ -125,11 +140,10 @@ def carried(rank: int, size: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="fewer than three CUDA devices")
+@pytest.mark.skipif(GPUS < 3, reason="fewer than three CUDA devices")
 def test_one_rank_without_copies_changes_no_bit(tmp_path: Path) -> None:
-    size = min(4, torch.cuda.device_count())
-    multiprocessing.spawn(carried, (size, str(tmp_path)), nprocs=size)
-    for rank in range(size):
+    multiprocessing.spawn(carried, (SIZE, str(tmp_path)), nprocs=SIZE)
+    for rank in range(SIZE):
         (all_near, copied), (near, both) = torch.load(tmp_path / f"{rank}.pt")
-        assert (all_near, near) == (size - 1, size - 2 if rank else 0)
+        assert (all_near, near) == (SIZE - 1, SIZE - 2 if rank else 0)
         assert all(map(torch.equal, copied, both))

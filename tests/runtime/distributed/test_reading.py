@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from dmuon_tune.errors import DmuonTuneError
 from dmuon_tune.runtime import Muon
 from dmuon_tune.runtime.distributed.pieces import local_of
 
@@ -134,3 +135,47 @@ def kept(rank: int, size: int) -> list[str]:
 
 def test_gradients_are_not_kept(worlds: Worlds) -> None:
     assert worlds(2).run(kept) == [[], []]
+
+
+def ask_for_more(optimizer: Muon, parameters: Named, rank: int) -> Callable[[], None]:
+    group = next(group for group in optimizer.param_groups if not group["use_muon"])
+    group["amsgrad"] = True
+    return lambda: group.update(amsgrad=False)
+
+
+def lose_a_moment(optimizer: Muon, parameters: Named, rank: int) -> Callable[[], None]:
+    """On one rank alone."""
+    its = next(optimizer.state[p] for p in parameters.values() if "exp_avg_sq" in optimizer.state[p])
+    lost = {"exp_avg_sq": its.pop("exp_avg_sq")} if rank == 1 else {}
+    return lambda: its.update(lost)
+
+
+BROKEN = {broken.__name__: broken for broken in (ask_for_more, lose_a_moment)}
+
+
+def mended(rank: int, size: int, layout: str, how: str) -> Held:
+    """The weights where a step in between is refused on all ranks."""
+    places = places_of(BEFORE.make, layout, size)
+    model = parallel(BEFORE.model(), layout, size)
+    parameters, optimizer = named(model), BEFORE.optimizer(model)
+
+    def of(name: str, full: Tensor) -> Tensor:
+        return piece(parameters[name], places[name], full)
+
+    BEFORE.run(optimizer, parameters, of)
+    mend = BROKEN[how](optimizer, parameters, rank)
+    with pytest.raises(DmuonTuneError, match="exp_avg_sq must be a real floating-point tensor, not None"):
+        optimizer.step()
+    mend()
+    AFTER.run(optimizer, parameters, of, first=BEFORE.steps)
+    return {name: (places[name], local(p)) for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_state_that_adamw_cannot_use_is_refused_on_all_ranks_and_can_be_mended(worlds: Worlds, how: str) -> None:
+    model = BEFORE.model()
+    parameters, optimizer = named(model), BEFORE.optimizer(model)
+    BEFORE.run(optimizer, parameters, lambda _, full: full)
+    AFTER.run(optimizer, parameters, lambda _, full: full, first=BEFORE.steps)
+    alone = {name: p.detach() for name, p in parameters.items()}
+    assert_equal(BEFORE, worlds(2).run(mended, "fsdp", how), alone, how)

@@ -32,6 +32,13 @@ def rate(rank: int, optimizer: Muon, parameters: dict[str, nn.Parameter]) -> Non
         optimizer.param_groups[0]["lr"] = 0.5
 
 
+def lists(rank: int, optimizer: Muon, parameters: dict[str, nn.Parameter]) -> None:
+    """What PyTorch's AdamW refuses once it steps."""
+    if rank == 1:
+        adamw = next(group for group in optimizer.param_groups if not group["use_muon"])
+        adamw.update(lr=torch.tensor(1e-3), foreach=True, fused=False)
+
+
 def absent(rank: int, optimizer: Muon, parameters: dict[str, nn.Parameter]) -> None:
     if rank == 1:
         parameters[WEIGHT].grad = None
@@ -70,6 +77,7 @@ def refused(rank: int, size: int, layout: str, breaks: Breaks) -> str:
     ("fsdp", option, "momentum"),
     ("ddp", option, "momentum"),
     ("ddp", rate, "group 0: lr is 0.5 on rank 1 and 0.02 on rank 0"),
+    ("fsdp", lists, "AdamW cannot step with these options .RuntimeError: lr as a Tensor"),
     ("ddp", absent, f"{WEIGHT}.*gradient on some ranks only"),
     ("hsdp", absent, f"{WEIGHT}.*gradient on some ranks only"),
 ])
