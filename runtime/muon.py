@@ -15,10 +15,12 @@ from dmuon_tune.cache import Layers
 from dmuon_tune.coefficients import DEFAULT_COEFFICIENTS
 from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import DEFAULT_STEPS, Group
+from dmuon_tune.words import shown
 
 from .batches import Kind, Setting, are_finite
 from .blocks import Blocks, Split, blocks_of
 from .checkpoints import restore
+from .distributed.clipping import check_norm, clip_by_last_
 from .eager import EagerAdamW, EagerOptimizer, lay_state, uncompiled
 from .mode import choice_of, gather_for
 from .newton_schulz import Coefficients, GramNewtonSchulz, cut_batch
@@ -129,6 +131,8 @@ class Muon(EagerOptimizer):
         self.skipped_steps = 0  # by skip_nonfinite, since this object was made
         self._fixed: dict[Tensor, dict[str, Any]] = {}  # by a group's first parameter
         self._gather: Gather | None = None
+        self._grad_norm: Tensor | None = None
+        self._is_to_clip = False  # at the end of an early_step
         self._forget()
         defaults = {
             "use_muon": True, "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
@@ -216,16 +220,43 @@ class Muon(EagerOptimizer):
         return tuple(resolved)
 
     @contextmanager
-    def early_step(self) -> Iterator[None]:
+    def early_step(self, max_norm: float | None = None) -> Iterator[None]:
         """Around the last backward before a :meth:`step`: dedicated owners begin the step as gradients arrive.
 
-        The step then does what is left, and weights are the same to the bit. Gradients are to stay as this backward
-        has left them, so ``clip_grad_norm_`` is refused; whatever else is changed in between undoes what has begun,
-        but for what is written past autograd (``p.grad.data``), which is not seen.
-        Without dedicated matrices nothing begins. docs/dedicated.md has what it takes.
+        The step then does what is left, and weights are the same to the bit. Gradients are to stay as this leaves them,
+        so ``clip_grad_norm_`` is refused; whatever else is changed in between undoes what has begun, but for what is
+        written past autograd (``p.grad.data``), which is not seen. Without dedicated matrices nothing begins.
+
+        ``max_norm``: gradients of all of the optimizer's parameters are clipped as ``clip_grad_norm_`` does it, but by
+        ``grad_norm``, the norm that they had in the step before; at the end their own one is put there. Where there is
+        none, in a first step, that is what they are clipped by. All ranks give the same, as there is a reduction.
+        docs/dedicated.md has what it takes.
         """
-        with nullcontext() if self._gather is None else self._gather.early(self):
-            yield
+        if max_norm is not None:
+            check_norm("max_norm", max_norm)
+        with nullcontext() if self._gather is None else self._gather.early(self, max_norm):
+            self._is_to_clip = max_norm is not None
+            try:
+                yield
+            finally:
+                self._is_to_clip = False
+            if max_norm is not None and self._gather is None:
+                self.grad_norm = clip_by_last_(self, max_norm, self.grad_norm, None)
+            elif max_norm is not None and self._gather is not None:
+                self.grad_norm = self._gather.clip(self, max_norm)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The last finite norm of gradients that ``early_step(max_norm=)`` has met, a tensor of no dimension. It is
+        not in a ``state_dict``: save it beside one, and put it here again, so that a run goes on to the bit."""
+        return self._grad_norm
+
+    @grad_norm.setter
+    def grad_norm(self, value: Tensor | None) -> None:
+        checks.instance("grad_norm", value, Tensor)
+        if value is not None and (value.ndim or not value.is_floating_point()):
+            raise UsageError(f"grad_norm must be a floating-point tensor of no dimension, not {shown(value)}")
+        self._grad_norm = value
 
     @uncompiled
     @torch.no_grad()
@@ -239,6 +270,8 @@ class Muon(EagerOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._is_to_clip:
+            raise UsageError("step: gradients are clipped when early_step(max_norm=) ends; call it after that")
         if self._gather is None:
             self._step_alone()
         elif not self._gather.step(self):
@@ -384,7 +417,7 @@ class Muon(EagerOptimizer):
         derived = ("_adamw", "_planned", "_layouts", "_found", "_tried", "_gather")
         own = (
             "_newton_schulz", "_fixed", "_choice", "_adamw_options", "_skip_nonfinite", "_momentum_dtype",
-            "skipped_steps",
+            "skipped_steps", "_grad_norm", "_is_to_clip",
         )
         fresh: dict[str, Any] = dict(zip(derived, (None, False, {}, {}, {}, None), strict=True))
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}, **fresh}

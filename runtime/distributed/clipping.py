@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,19 +44,64 @@ def clip_grad_norm_(
     whose list has been agreed on does not wait to find that out: norm and gradients become NaN there. DmuonTuneError,
     with nothing changed, where ``error_if_nonfinite`` and the norm is NaN or infinite.
     """
-    for option, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if not checks.is_number(value) or not float(value) >= 0 or (option == "norm_type" and float(value) == 0):
-            raise UsageError(f"{option} must be a positive number or inf, not {shown(value)}")
+    check_norm("max_norm", max_norm)
+    check_norm("norm_type", norm_type)
+    if float(norm_type) == 0:
+        raise UsageError(f"norm_type must be a positive number or inf, not {shown(norm_type)}")
     check_group(process_group)
-    power, named = float(norm_type), _named(parameters)
-    found = [p for _, p in named]
-    keepers = keepers_of(found)
-    if any(keeper.early is not None for keeper in keepers):
+    named = _named(parameters)
+    if any(keeper.early is not None for keeper in keepers_of(p for _, p in named)):
         raise UsageError(
             "clip_grad_norm_: owners have begun the step by these gradients as they are; run the backward without "
-            "early_step"
+            "early_step, or give that max_norm"
         )
-    check_reduced(keepers)
+    norm, gradients = _measured(named, float(norm_type), process_group)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise DmuonTuneError(f"the gradients' norm is {norm.item()}: nothing was clipped; skip this step or lower the "
+                             "loss scale")
+    _scale(gradients, clip_factor(max_norm, norm))
+    return norm
+
+
+@torch.no_grad()
+def clip_by_last_(
+    optimizer: Optimizer, max_norm: float, last: Tensor | None, process_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Scale an optimizer's gradients as ``max_norm`` asks of the norm ``last`` (None: of their own, and that is the
+    last); collective as :func:`clip_grad_norm_`. Returns their own norm, or ``last`` where that is not finite."""
+    norm, gradients = _measured(_named(optimizer), 2.0, process_group)
+    _scale(gradients, clip_factor(max_norm, norm if last is None else last))
+    before = torch.zeros_like(norm) if last is None else last.to(norm.device, norm.dtype)
+    return torch.where(norm.isfinite(), norm, before)
+
+
+def check_norm(option: str, value: Any) -> None:
+    """UsageError for what is no norm."""
+    if not checks.is_number(value) or not float(value) >= 0:
+        raise UsageError(f"{option} must be a positive number or inf, not {shown(value)}")
+
+
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """By which gradients of this norm are multiplied."""
+    return (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in PyTorch
+
+
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """A copy, multiplied as clipping does it."""
+    return gradient * factor.to(gradient.device)
+
+
+def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    for alike in _by_kind(map(_local, gradients)):
+        torch._foreach_mul_(alike, factor.to(alike[0].device))
+
+
+def _measured(
+    named: list[tuple[str, Tensor]], power: float, process_group: dist.ProcessGroup | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The norm of all gradients, and those that this rank has a part of."""
+    found = [p for _, p in named]
+    check_reduced(keepers_of(found))
     pairs = [(p, p.grad) for p in found if p.grad is not None and not is_elsewhere(p)]
     gradients = [gradient for _, gradient in pairs]
     if any(gradient.layout != torch.strided for gradient in gradients):
@@ -69,14 +114,8 @@ def clip_grad_norm_(
         coverage = None if math.isinf(power) else coverage_of(named, group, kind, _held)
         total = _reduced(total.to(kind), coverage, group).to(device)
     wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients]
-    norm = (total if math.isinf(power) else total.pow(1 / power)).to(max(wide, key=_bits, default=torch.float32))
-    if error_if_nonfinite and not bool(norm.isfinite()):
-        raise DmuonTuneError(f"the gradients' norm is {norm.item()}: nothing was clipped; skip this step or lower the "
-                             "loss scale")
-    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in PyTorch
-    for alike in _by_kind(map(_local, gradients)):
-        torch._foreach_mul_(alike, factor.to(alike[0].device))
-    return norm
+    norm = total if math.isinf(power) else total.pow(1 / power)
+    return norm.to(max(wide, key=_bits, default=torch.float32)), gradients
 
 
 def _reduced(total: Tensor, coverage: Coverage | None, group: dist.ProcessGroup) -> Tensor:

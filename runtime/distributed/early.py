@@ -14,6 +14,7 @@ from dmuon_tune.errors import UsageError
 from ..batches import Kind
 from ..phases import phase
 from ..updates import Rate
+from .clipping import scaled
 from .exchange import Traffic
 from .pipeline import Moving, Pipeline, Stage
 from .whole import Keeper
@@ -22,12 +23,15 @@ from .whole import Keeper
 @dataclass(eq=False)
 class Foreseen:
     """A step that is like the one before: its ``stages``, of matrices that stay, and what it reads; of a gradient once
-    that is there. ``missing``: by stage, the parameters whose gradients it waits for or has."""
+    that is there. ``factor``: by which clipping will multiply gradients. ``missing``: by stage, the parameters whose
+    gradients it waits for or has."""
 
     pipeline: Pipeline
     stages: Sequence[Stage]
     moving: Moving
+    factor: Tensor | None = None
     missing: dict[int, list[int]] = field(default_factory=dict)
+    _taken: set[int] = field(default_factory=set)  # parameters whose gradients are as batches read them
 
     def __post_init__(self) -> None:
         self.places = {p: place for place, p in enumerate(self.moving.weights.parameters)}
@@ -39,6 +43,15 @@ class Foreseen:
     def forget(self) -> None:
         """Gradients that have come are void."""
         self.moving.gradients[:] = [None] * len(self.moving.gradients)
+        self._taken.clear()
+
+    def take(self, place: int) -> None:
+        """Make of a mean what the parameter's gradient will be."""
+        gradient = self.moving.gradients[place]
+        if gradient is not None and place not in self._taken:  # as another batch may have blocks of it too
+            gradient = gradient.to(self.moving.weights.local[place].dtype)
+            self.moving.gradients[place] = gradient if self.factor is None else scaled(gradient, self.factor)
+            self._taken.add(place)
 
 
 @dataclass(eq=False)
@@ -112,9 +125,7 @@ class Early:
     def _begin(self, foreseen: Foreseen, index: int, places: Sequence[int]) -> None:
         stage, moving = foreseen.stages[index], foreseen.moving
         for place in places:
-            gradient = moving.gradients[place]
-            assert gradient is not None
-            moving.gradients[place] = gradient.to(moving.weights.local[place].dtype)
+            foreseen.take(place)
         with phase("early step"):
             held = [each for every in foreseen.pipeline.whole(stage, moving) for each in every]
             parameters = [moving.weights.parameters[place] for place in places]
@@ -132,6 +143,14 @@ class Early:
     def delivered(self) -> None:
         """The backward has ended, and parameters have their gradients."""
         for begun in self._begun:
+            begun.given = list(map(_gradient, begun.parameters))
+
+    @contextmanager
+    def clipping(self) -> Iterator[None]:
+        """Inside it all gradients are multiplied by the foreseen factor."""
+        same = [begun for begun in self._begun if _are_given(begun)]
+        yield
+        for begun in same:
             begun.given = list(map(_gradient, begun.parameters))
 
     def claimed(self, stages: Sequence[Stage], moving: Moving, is_steady: Callable[[], bool]) -> set[Stage]:

@@ -24,6 +24,7 @@ from ..plan import Plan
 from ..report import MatrixReport, Report, report
 from .adamw import LocalAdamW, Part, like
 from .agreement import Agreement, Wanted
+from .clipping import clip_by_last_, clip_factor
 from .control import Control
 from .directions import directions
 from .early import Early, Foreseen
@@ -76,6 +77,7 @@ class Gather:
         self._pipelines: dict[torch.device, Pipeline] = {}
         self._keepers: list[Keeper] = []  # of parameters that have an owner
         self._early = Early(self.traffic)
+        self._clipped: dict[str, Any] = {}  # how the gradients of the next step were, which all ranks must have alike
         self._last: tuple[bytes, list[Stage]] = b"", []  # what gradients there were in the last step, and its stages
 
     @property
@@ -128,14 +130,23 @@ class Gather:
         if not optimizer._planned:
             self.place(optimizer)
 
-    def early(self, optimizer: Muon) -> AbstractContextManager[None]:
+    def early(self, optimizer: Muon, max_norm: float | None) -> AbstractContextManager[None]:
         """Inside it owners begin the next step, where it can be one like the last."""
-        codes, stages = self._last
-        if not optimizer._planned or not stages or not self._pipeline.stay(stages):
+        (codes, stages), last, factor = self._last, optimizer.grad_norm, None
+        if max_norm is not None:
+            self._clipped = {"early_step: max_norm": float(max_norm), "early_step: has grad_norm": last is not None}
+            factor = None if last is None else clip_factor(max_norm, last)
+        is_known = max_norm is None or factor is not None  # what gradients will be
+        if not optimizer._planned or not stages or not self._pipeline.stay(stages) or not is_known:
             return self._early.opened(checked_keepers(optimizer), None)
         moving = self._reading.foreseen(optimizer, codes)
-        foreseen = None if moving is None else Foreseen(self._pipeline, stages, moving)
+        foreseen = None if moving is None else Foreseen(self._pipeline, stages, moving, factor)
         return self._early.opened(self._keepers, foreseen)
+
+    def clip(self, optimizer: Muon, max_norm: float) -> Tensor:
+        """At the end of :meth:`early`; the norm by which the next step's gradients are to be clipped; collective."""
+        with self._early.clipping():
+            return clip_by_last_(optimizer, max_norm, optimizer.grad_norm, self._group)
 
     def step(self, optimizer: Muon) -> bool:
         """One update of all parameters, wherever they are; False where it was skipped for NaN or inf; collective."""
@@ -144,6 +155,7 @@ class Gather:
             return self._step(optimizer)
         finally:
             self._early.drop()  # what was not part of it
+            self._clipped = {}
             for keeper in self._keepers:
                 keeper.step = self.control.step + 1
 
@@ -311,7 +323,7 @@ class Gather:
         try:
             check_reduced(self._keepers)
             told, moving = self._reading.next(optimizer, parameters, self._adamw.has_left(optimizer.state))
-            options = options_of(optimizer.param_groups)
+            options = options_of(optimizer.param_groups) | self._clipped
             finite = not optimizer._skip_nonfinite or are_finite(
                 each for p, each in zip(parameters, moving.gradients, strict=True)
                 if each is not None and not is_elsewhere(p)

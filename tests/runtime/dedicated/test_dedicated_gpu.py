@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dmuon_tune.runtime import Muon, clip_grad_norm_, dedicate, no_sync
-from dmuon_tune.runtime.distributed.whole import whole_of
+from dmuon_tune.runtime.distributed.pieces import local_of
+from dmuon_tune.runtime.distributed.whole import is_elsewhere, whole_of
 
 from ..reference import gaussian
 
@@ -23,6 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 STEPS, WIDTH, ROWS, LR = 10, 256, 512, 0.02
 DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 DELAY_CYCLES = 20_000_000  # some 10 ms of a GPU's clock
+MAX_NORM = 0.01
 
 
 class Block(nn.Module):
@@ -99,17 +102,25 @@ def late(model: Model, rank: int) -> Model:
 
 def trained(model: Model, rank: int, size: int, way: str = "plain") -> dict[str, Tensor]:
     """The weights after some steps, whole, on the CPU; the host waits for nothing meanwhile."""
-    options = {"bucket_bytes": 1} if way == "alone" or way.startswith("early") else {}
+    options = {"bucket_bytes": 1} if way.startswith(("alone", "early")) else {}
     optimizer = Muon(model, lr=LR, weight_decay=0.1, verbose=False, ns_dtype="float32", **options)
     given = inputs(size)
     for step in range(STEPS):
         if way == "no_sync":
             with no_sync(model):
                 loss_of(model, given[size * (STEPS + step) + rank]).backward()
-        with optimizer.early_step() if way.startswith("early") else nullcontext():
+        by_last = {"max_norm": MAX_NORM} if "by last" in way else {}
+        with optimizer.early_step(**by_last) if way.startswith("early") else nullcontext():
             loss_of(model, given[size * step + rank]).backward()
         if way == "clipped":
-            clip_grad_norm_(model, 0.01)
+            clip_grad_norm_(model, MAX_NORM)
+        if way == "alone, by last":
+            norm = clip_grad_norm_(optimizer, math.inf)
+            factor = (MAX_NORM / ((norm if optimizer.grad_norm is None else optimizer.grad_norm) + 1e-6)).clamp(max=1.0)
+            for p in model.parameters():
+                if not is_elsewhere(p):
+                    local_of(p.grad).mul_(factor)
+            optimizer.grad_norm = norm
         if way == "early, undone" and step % 2:
             for whole, p in ((whole_of(p), p) for p in model.parameters()):
                 if whole is not None and whole.is_here:
@@ -189,8 +200,11 @@ def early_of_rank(rank: int, size: int, folder: str) -> None:
     found = {way: trained(made(mesh, dedicated=True), rank, size, way) for way in ("alone", "early", "early, undone")}
     for way in ("early, late", "early, undone, late"):
         found[way] = trained(late(made(mesh, dedicated=True), rank), rank, size, way.removesuffix(", late"))
+    ways = ("alone, by last", "early, by last")
+    clipped = {way: trained(made(mesh, dedicated=True), rank, size, way) for way in ways}
+    clipped["late"] = trained(late(made(mesh, dedicated=True), rank), rank, size, "early, by last")
     assert size > 1 or is_beside(made(mesh, dedicated=True))
-    torch.save(found, f"{folder}/{rank}.pt")
+    torch.save([found, clipped], f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -200,9 +214,10 @@ def test_a_step_that_begins_in_a_backward_gives_the_same_bits(tmp_path: Path, si
         pytest.skip(f"fewer than {size} CUDA devices")
     multiprocessing.spawn(early_of_rank, (size, str(tmp_path)), nprocs=size)
     for rank in range(size):
-        plain, *others = torch.load(tmp_path / f"{rank}.pt").values()
-        for found in others:
-            assert all(torch.equal(found[name], value) for name, value in plain.items())
+        for every in torch.load(tmp_path / f"{rank}.pt"):
+            plain, *others = every.values()
+            for found in others:
+                assert all(torch.equal(found[name], value) for name, value in plain.items())
 
 
 def in_two_levels(rank: int, size: int, folder: str) -> None:

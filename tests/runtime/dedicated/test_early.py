@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from dmuon_tune.errors import UsageError
 from dmuon_tune.runtime import Muon, clip_grad_norm_, no_sync
 from dmuon_tune.runtime.distributed.control import Control
-from dmuon_tune.runtime.distributed.whole import whole_of
+from dmuon_tune.runtime.distributed.pieces import local_of
+from dmuon_tune.runtime.distributed.whole import is_elsewhere, whole_of
 
 from ..distributed.layouts import OPTIONS, Toy, parallel, text
 from ..distributed.layouts import loss_of as toy_loss_of
@@ -23,7 +25,8 @@ from .stack import Stack, dedicated, loss_of
 from .test_passes import Breaks, matrices
 
 STEPS, UNLIKE = 4, 2  # steps, and the first of them, whose state is new
-Early = Callable[[], contextlib.AbstractContextManager[None]]
+MAX_NORM = 0.05
+Early = Callable[..., contextlib.AbstractContextManager[None]]
 Way = Callable[[Stack, Muon, int, Early], None]
 
 
@@ -136,8 +139,27 @@ def added(model: Stack, optimizer: Muon, seed: int, early: Early) -> None:
     plainly(model, optimizer, seed, early)
 
 
+def clipped_by_last(
+    model: Stack, optimizer: Muon, seed: int, early: Early, change: Callable[[Stack], None] = lambda model: None
+) -> None:
+    """By ``early_step``, or by hand."""
+    with contextlib.nullcontext() if early is contextlib.nullcontext else early(max_norm=MAX_NORM):
+        loss_of(model, seed).backward()
+        change(model)
+    if early is contextlib.nullcontext:
+        norm, last = clip_grad_norm_(optimizer, math.inf), optimizer.grad_norm
+        factor = (MAX_NORM / ((norm if last is None else last) + 1e-6)).clamp(max=1.0)
+        assert factor < 1, "else nothing is clipped"
+        for p in model.parameters():
+            if not is_elsewhere(p):
+                local_of(p.grad).mul_(factor)
+        optimizer.grad_norm = norm
+    optimizer.step()
+
+
 @pytest.mark.parametrize(("size", "way", "options"), [
     (1, plainly, {}), (2, plainly, {}), (3, inside, {}), (2, in_no_sync, {"skip_nonfinite": True}),
+    (1, clipped_by_last, {}), (2, clipped_by_last, {}),
     (2, plainly, {"cautious": True, "momentum_form": "ema", "lr": torch.tensor(0.03)}),
 ], ids=lambda each: getattr(each, "__name__", str(each)))
 def test_bits_are_the_same_and_batches_begin_before_a_backward_ends(
@@ -232,7 +254,18 @@ def broken(model: Stack, optimizer: Muon, seed: int, early: Early) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("way", [scaled, slower, looked, again, thrown_away, infinite, broken])
+def changed_before_clipping(model: Stack, optimizer: Muon, seed: int, early: Early) -> None:
+    def change(model: Stack) -> None:
+        for p in matrices(model).values():
+            if whole_of(p).is_here:
+                p.grad.mul_(2.0)
+
+    clipped_by_last(model, optimizer, seed, early, change)
+
+
+@pytest.mark.parametrize(
+    "way", [scaled, slower, looked, again, thrown_away, infinite, broken, changed_before_clipping]
+)
 def test_what_comes_in_between_undoes_what_has_begun(worlds: Worlds, way: Way) -> None:
     for arrived, begun, undone in worlds(2).run(compared, way, {"skip_nonfinite": way is infinite}):
         assert undone == begun >= arrived
