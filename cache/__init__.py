@@ -12,7 +12,7 @@ from .checked import Checked
 from .claims import Claims
 from .contents import Contents, contents_of, keep, retain
 from .key import TuningKey
-from .layers import LayerDescription, Layers
+from .layers import LayerDescription, Layers, packaged_cache
 from .merging import Conflict, conflicts, differences, gains, merged
 from .paths import user_cache_path
 from .results import CacheEntry, Trial
@@ -21,6 +21,6 @@ from .store import Store
 __all__ = [
     "Artefact", "ArtefactError", "ArtefactStore", "CacheEntry", "ChainKey", "ChainTrial", "Checked", "Claims",
     "Conflict", "Contents", "LayerDescription", "Layers", "Store", "Trial", "TuningKey", "conflicts",
-    "contents_of", "database_bytes", "differences", "gains", "is_bundle", "keep", "merged", "opened_bundle", "retain",
-    "take_artefacts", "user_cache_path", "write_bundle",
+    "contents_of", "database_bytes", "differences", "gains", "is_bundle", "keep", "merged", "opened_bundle",
+    "packaged_cache", "retain", "take_artefacts", "user_cache_path", "write_bundle",
 ]

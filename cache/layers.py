@@ -252,19 +252,38 @@ def _description(layer: _Layer) -> LayerDescription:
     )
 
 
+def packaged_cache(name: str) -> Path | None:
+    """The cache that an installed package ships under this name of an entry point; None where there is none.
+
+    Raises whatever the package's code does.
+    """
+    for point in _entry_points({}):
+        if point.name == name:
+            return _shipped(point)[0]
+    return None
+
+
 def _package_layers(environ: Mapping[str, str]) -> list[_Layer]:
+    found = []
+    for point in _entry_points(environ):
+        try:
+            path, device = _shipped(point)
+            found.append(_Layer(f"{PACKAGE_LABEL} {point.name}", path, True, device))
+        except Exception as error:  # a package's own code: whatever it raises must not stop a training job
+            _warn_once(f"cache layer {PACKAGE_LABEL} {point.name} ({point.value}) is left out: {error!r}")
+    return found
+
+
+def _entry_points(environ: Mapping[str, str]) -> list[EntryPoint]:
     """What installed packages name, by name; this package's own last, which a bare checkout has without metadata."""
     ours = {point.value: point for point in STARTERS}
     others = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.value not in ours}
     points = sorted(others.values(), key=lambda point: point.name)
-    if environ.get(starter.VARIABLE) != "0":
-        points += ours.values()
-    found = []
-    for point in points:
-        try:
-            named = point.load()()
-            path, device = named if isinstance(named, tuple) else (named, None)
-            found.append(_Layer(f"{PACKAGE_LABEL} {point.name}", Path(path).absolute(), True, device))
-        except Exception as error:  # a package's own code: whatever it raises must not stop a training job
-            _warn_once(f"cache layer {PACKAGE_LABEL} {point.name} ({point.value}) is left out: {error!r}")
-    return found
+    return points if environ.get(starter.VARIABLE) == "0" else [*points, *ours.values()]
+
+
+def _shipped(point: EntryPoint) -> tuple[Path, DeviceFingerprint | None]:
+    """Where its cache lies, and for which device alone all of it is."""
+    named = point.load()()
+    path, device = named if isinstance(named, tuple) else (named, None)
+    return Path(path).absolute(), device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from dmuon_tune.backends import CompiledKernel, makes_portable
 from dmuon_tune.cache import CacheEntry, Layers
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel
-from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import WEIGHTS_DTYPE, Recipe
+from dmuon_tune.problem import DTYPES, Problem
+from dmuon_tune.recipe import WEIGHTS_DTYPE, Group, Recipe, chain, forms
 from dmuon_tune.spec import KernelSpec
 
 from .ends import resolve_ends
@@ -33,6 +33,21 @@ class Needed:
     spec: KernelSpec
     problem: Problem
     config: Any
+
+
+def of_groups(
+    groups: Collection[Group], recipes: Sequence[Recipe], winners: Iterable[CacheEntry]
+) -> tuple[list[Recipe], list[CacheEntry]]:
+    """Of a cache the recipes for matrices of these groups' shapes, in batches of any size, and for groups that have no
+    recipe the winners of all their products."""
+    shapes = {(group.rows, group.cols) for group in groups}
+    own = [recipe for recipe in recipes if (recipe.group.rows, recipe.group.cols) in shapes]
+    without = set(groups) - {recipe.group for recipe in own}
+    problems = {
+        problem for dtype in DTYPES for group in without for form in forms(group, dtype)
+        for problem in chain(group, form, dtype)
+    }
+    return own, [entry for entry in winners if entry.key.problem in problems]
 
 
 def needed(

@@ -3,9 +3,10 @@
     dmuon-tune tune --preset qwen2.5-1.5b --cache tuned.sqlite
     python tools/bench_first_step.py --preset qwen2.5-1.5b --cache tuned.sqlite
 
-Builds the artefacts of a copy of the cache, exports the winners, imports them into an empty folder and steps `Muon` on
-the preset's matrices in two processes after each other: the first checks against float64 what was measured elsewhere,
-the second finds the record of that. Seconds, waited for on the device; ``origins``: whence the chains' kernels are.
+Builds the preset's artefacts beside a copy of the cache, exports the winners, imports them into an empty folder and
+steps `Muon` on the preset's matrices in two processes after each other: the first checks against float64 what was
+measured elsewhere, the second finds the record of that. Seconds, waited for on the device; ``origins``: whence the
+chains' kernels are.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     matrices = [(group.batch, group.rows, group.cols) for group in groups_of(options.preset)]
     given = {"device": device.kind, "dtype": "bfloat16" if device.kind == "cuda" else "float32", "matrices": matrices}
     with tempfile.TemporaryDirectory(prefix="dmuon-tune-") as folder:
-        fresh = shipped(options.cache, Path(folder), device.arch)
+        fresh = shipped(options.cache, options.preset, Path(folder), device.arch)
         rows = [stepped({**given, "blocked": DSLS}, fresh) for _ in range(2)]
     if options.format == "json":
         say(json.dumps({"device": device.name, "preset": options.preset, "processes": rows}))
@@ -93,13 +94,13 @@ def counts(origins: dict[str, int]) -> str:
     return " ".join(f"{origin}:{count}" for origin, count in origins.items())
 
 
-def shipped(cache: Path, folder: Path, arch: str) -> Path:
-    """A cache folder into which the winners of ``cache`` and their compiled kernels have been imported."""
+def shipped(cache: Path, preset: str, folder: Path, arch: str) -> Path:
+    """A cache folder into which the winners of ``cache`` and the preset's compiled kernels have been imported."""
     copy, bundle, fresh = folder / "built" / "cache.sqlite", folder / "shipped.bundle", folder / "fresh"
     copy.parent.mkdir()
     shutil.copyfile(cache, copy)
     for command in (
-        ["build", "--cache", str(copy), "--arch", arch],
+        ["build", "--cache", str(copy), "--arch", arch, "--preset", preset],
         ["export", str(bundle), "--only", "winners", "--cache", str(copy)],
         ["import", str(bundle), "--cache", str(fresh / "cache.sqlite")],
     ):

@@ -17,7 +17,7 @@ from .output import note, print_json, say, table
 if TYPE_CHECKING:
     from dmuon_tune.cache import Artefact, ArtefactStore, Conflict, Contents, Trial
 
-BUNDLE_OR_CACHE = "a bundle, a cache file or a server's URL"
+BUNDLE_OR_CACHE = "a bundle, a cache file, a server's URL or a package's cache, such as starter-h200"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def opened_source(place: str | None, is_given: bool = False) -> Iterator[Source]
 
     where = str(user_cache_path()) if place is None else place
     if is_given and "://" not in where and not os.path.exists(where):
-        raise CacheError(f"there is no {where}; name {BUNDLE_OR_CACHE}, such as 'dmuon-tune cache export' writes")
+        where = _packaged(where)
     with ExitStack() as stack:
         if "://" not in where and is_bundle(where):
             bundle = stack.enter_context(opened_bundle(where))
@@ -101,6 +101,18 @@ def opened_source(place: str | None, is_given: bool = False) -> Iterator[Source]
             store.check()
             contents = contents_of(store)
         yield Source(where if database != where else store.where, contents, artefacts, database != where)
+
+
+def _packaged(name: str) -> str:
+    from dmuon_tune.cache import packaged_cache
+
+    try:
+        path = packaged_cache(name)
+    except Exception as error:  # whatever that package's code raises
+        raise CacheError(f"the package that ships the cache {name} cannot say where it is: {error!r}") from error
+    if path is None:
+        raise CacheError(f"there is no {name}; name {BUNDLE_OR_CACHE}; 'dmuon-tune cache export' writes a bundle")
+    return str(path)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, MissingEntryError
 from dmuon_tune.words import counted
 
-from . import options
+from . import options, workload
 from .output import note, print_json, say, table, warn
 
 if TYPE_CHECKING:
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 def register(actions: Any) -> None:
     parser = actions.add_parser(
-        "build", parents=[options.common(), options.cache()], help="compile the winners, so that training need not",
+        "build", parents=[options.common(), options.cache(), options.model()],
+        help="compile the winners, so that training need not",
         description="Compile the winners of a cache, and the kernels its recipes run, into the folder artefacts beside "
-        "it, which training then loads without a compiler, nvcc or a kernel language. The GPU need not be here.",
+        "it, which training then loads without a compiler, nvcc or a kernel language: those of one model where that is "
+        "named, otherwise all. The GPU need not be here.",
     )
     parser.add_argument(
         "--arch", action="append", default=[], metavar="ARCH",
@@ -49,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     from dmuon_tune.measure.artefact import FAILED
 
     path = args.cache or str(user_cache_path())
-    artefacts = ArtefactStore.beside(path)
+    artefacts, work = ArtefactStore.beside(path), workload.chosen(args)
     with Store.open(path, read_only=True) as store:
-        jobs = _jobs(store, path, artefacts, args.arch, args.rebuild)
+        jobs = _jobs(store, path, artefacts, args, work)
     if not jobs:
         note("nothing to compile: the library or a kernel of another project won everything that is current")
     built: dict[int, Built] = {}
@@ -79,16 +81,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _jobs(
-    store: Store, path: str, artefacts: ArtefactStore, wanted: Sequence[str], rebuild: bool
+    store: Store, path: str, artefacts: ArtefactStore, args: argparse.Namespace, work: workload.Workload | None
 ) -> list[BuildJob]:
-    """What to build for each device model of the cache; MissingEntryError where it holds nothing for ``wanted``."""
+    """What to build for each device model of the cache, of a model (None: all); MissingEntryError where it holds
+    nothing for what is asked."""
     from dmuon_tune.cache import Layers
     from dmuon_tune.measure.job import BuildJob
     from dmuon_tune.measure.standing import winners
-    from dmuon_tune.runtime.needed import needed
+    from dmuon_tune.runtime.needed import needed, of_groups
     from dmuon_tune.space import config_to_dict
 
-    entries = store.entries()
+    wanted, entries = args.arch, store.entries()
     devices = list(dict.fromkeys(entry.key.device for entry in entries))
     chosen = [device for device in devices if not wanted or any(_is_arch(device, name) for name in wanted)]
     if not chosen:
@@ -101,14 +104,19 @@ def _jobs(
     if len(best) < len(standing):
         stale = f"{len(standing) - len(best)} of {counted(len(standing), 'winner')}"
         warn(f"{stale} left out, made by other code or tools than this machine's; 'dmuon-tune show' says which")
-    jobs = []
+    jobs, is_tuned = [], work is None
     environ = {"DMUON_TUNE_CACHE_PATH": path, "DMUON_TUNE_CACHE_DIR": str(artefacts.folder.parent)}
     with Layers.open(environ) as layers:
         for device in chosen:
-            of_device = [entry for entry in best if entry.key.device == device]
-            for each in needed(layers, device, store.recipes(device), of_device):
+            recipes, of_device = store.recipes(device), [entry for entry in best if entry.key.device == device]
+            if work is not None:
+                recipes, of_device = of_groups(work.groups, recipes, of_device)
+                is_tuned |= bool(recipes or of_device)
+            for each in needed(layers, device, recipes, of_device):
                 config = config_to_dict(each.config)
-                jobs.append(BuildJob(str(artefacts.folder), each.spec.name, each.problem, config, device, rebuild))
+                jobs.append(BuildJob(str(artefacts.folder), each.spec.name, each.problem, config, device, args.rebuild))
+    if work is not None and not is_tuned:
+        raise MissingEntryError(f"cache {store.where} has nothing for {work.label}; tune it there first")
     return jobs
 
 

@@ -22,6 +22,14 @@ class Workload:
     groups: tuple[recipe.Group, ...]
 
 
+def chosen(args: argparse.Namespace) -> Workload | None:
+    """That one, or None where none is named."""
+    given = (args.preset, args.model, args.shapes)
+    if any(each is not None for each in given) or args.include or args.exclude:
+        return of(args)
+    return None
+
+
 def of(args: argparse.Namespace) -> Workload:
     """The workload that ``--preset``, ``--model`` or ``--shapes`` names; UsageError for none, several or no matrix."""
     given = [name for name in ("preset", "model", "shapes") if getattr(args, name) is not None]

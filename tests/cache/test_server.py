@@ -121,7 +121,7 @@ def test_a_lock_that_is_held_too_long_is_said(
     url: str, key: TuningKey, ok: Ok, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DMUON_TUNE_BUSY_TIMEOUT_S", "0.2")
-    with Store.open(url) as store:
+    with Store.open(f"{url}?connect_timeout=60") as store:  # a connection takes its time beside other work
         store.record(key, {}, ok(2.0), {})
         engine = create_engine(url)
         with engine.begin() as holder:

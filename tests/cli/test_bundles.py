@@ -120,6 +120,24 @@ def test_what_is_not_there_is_no_cache_to_be_tuned(own_cache: Path, tmp_path: Pa
     assert not own_cache.exists()
 
 
+def test_a_packages_cache_is_taken_by_its_name(
+    own_cache: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMUON_TUNE_STARTER", "0")  # of training
+    taken = run("cache", "import", "starter-h200", "--format", "json")
+    assert taken.code == 0 and taken.json["results"] > 0 and taken.json["recipes"] > 0
+    assert "no difference" in run("cache", "diff", "starter-h200", str(own_cache)).err
+    with Store.open(own_cache) as store:
+        assert {trial.imported for trial in store.all_trials()} == {"starter-h200"}
+    info = tmp_path / "site" / "broken-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dmuon_tune.caches]\nbroken = nowhere_at_all:cache\n")
+    monkeypatch.syspath_prepend(info.parent)
+    broken = run("cache", "import", "broken")
+    assert broken.code == 4 and "the package that ships the cache broken cannot say where it is" in broken.err
+
+
 @pytest.mark.parametrize("suffix", [".json", ".bin"])
 def test_nothing_is_taken_of_what_has_a_wrong_artefact(
     own_cache: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, suffix: str

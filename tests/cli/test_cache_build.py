@@ -20,6 +20,7 @@ from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
+from dmuon_tune.recipe import Group, Recipe
 from dmuon_tune.space import config_to_dict
 
 from .conftest import Run
@@ -84,6 +85,34 @@ def test_what_cannot_be_built_here_fails_with_its_reason(run: Run, own_cache: Pa
     (row,) = built.json["artefacts"]
     assert built.code == 1 and row["state"] == "failed" and "Another" in row["detail"]
     assert "error: 1 artefact not built" in built.err
+
+
+def test_of_one_model_its_recipes_and_what_has_none_are_built(run: Run, own_cache: Path) -> None:
+    """In batches of any size; no other model's."""
+    if reason := backends()["tilelang"].unavailable(fingerprint("cpu")):
+        pytest.skip(reason)
+    other = replace(fingerprint("cpu"), name="Another")
+    two, seven, square = (
+        replace(GRAM, batch=batch, m=m, n=m, dtype="float32", out_dtype="float32")
+        for batch, m in ((2, 64), (7, 64), (2, 96))
+    )
+    for problem in (two, seven, square):
+        record(own_cache, "gram.tilelang", problem, other)
+    with Store.open(own_cache) as store:
+        store.put_recipe(other, Recipe(Group(7, 64, 96), "gram", "float32"))
+
+    def built(*arguments: str) -> set[str]:
+        rows = run("cache", "build", *arguments, "--format", "json").json["artefacts"]
+        return {row["problem"] for row in rows if row["kernel"] == "gram.tilelang"}
+
+    assert built() == {each.label() for each in (two, seven, square)}
+    assert built("--shapes", "2x64x96") == {two.label(), seven.label()}
+    assert built("--shapes", "7x64x96") == {seven.label()}
+    assert built("--shapes", "2x96x96,7x64x96") == {square.label(), seven.label()}
+    missing = run("cache", "build", "--shapes", "2x64x97")
+    assert missing.code == 3 and "has nothing for 2x64x97; tune it there first" in missing.err and not missing.out
+    assert run("cache", "build", "--shapes", "2x64x96", "--preset", "tiny").code == 2
+    assert run("cache", "build", "--include", "head*").code == 2
 
 
 @pytest.fixture
