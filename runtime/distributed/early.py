@@ -149,6 +149,8 @@ class Early:
     def clipping(self) -> Iterator[None]:
         """Inside it all gradients are multiplied by the foreseen factor."""
         same = [begun for begun in self._begun if _are_given(begun)]
+        if self._foreseen is not None and self._begun:
+            self._foreseen.pipeline.beside.join()  # which may yet have to read what is multiplied
         yield
         for begun in same:
             begun.given = list(map(_gradient, begun.parameters))
