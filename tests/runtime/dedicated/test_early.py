@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,13 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from dmuon_tune.errors import UsageError
 from dmuon_tune.runtime import Muon, clip_grad_norm_, no_sync
 from dmuon_tune.runtime.distributed.control import Control
-from dmuon_tune.runtime.distributed.pieces import local_of
-from dmuon_tune.runtime.distributed.whole import is_elsewhere, whole_of
+from dmuon_tune.runtime.distributed.whole import whole_of
 
 from ..distributed.layouts import OPTIONS, Toy, parallel, text
 from ..distributed.layouts import loss_of as toy_loss_of
 from ..distributed.world import Worlds
-from .stack import Stack, dedicated, loss_of
+from .stack import Stack, clip_by_last_norm, dedicated, loss_of, scale_gradients
 from .test_passes import Breaks, matrices
 
 STEPS, UNLIKE = 4, 2  # steps, and the first of them, whose state is new
@@ -147,13 +145,7 @@ def clipped_by_last(
         loss_of(model, seed).backward()
         change(model)
     if early is contextlib.nullcontext:
-        norm, last = clip_grad_norm_(optimizer, math.inf), optimizer.grad_norm
-        factor = (MAX_NORM / ((norm if last is None else last) + 1e-6)).clamp(max=1.0)
-        assert factor < 1, "else nothing is clipped"
-        for p in model.parameters():
-            if not is_elsewhere(p):
-                local_of(p.grad).mul_(factor)
-        optimizer.grad_norm = norm
+        assert clip_by_last_norm(optimizer, MAX_NORM) < 1, "else nothing is clipped"
     optimizer.step()
 
 
@@ -180,9 +172,7 @@ def test_what_is_not_known_to_be_whole_waits_for_the_step(worlds: Worlds, way: W
 def scaled(model: Stack, optimizer: Muon, seed: int, early: Early) -> None:
     with early():
         loss_of(model, seed).backward()
-    for p in matrices(model).values():
-        if whole_of(p).is_here:
-            p.grad.mul_(0.5)
+    scale_gradients(matrices(model).values(), 0.5)
     optimizer.step()
 
 
@@ -255,12 +245,7 @@ def broken(model: Stack, optimizer: Muon, seed: int, early: Early) -> None:
 
 
 def changed_before_clipping(model: Stack, optimizer: Muon, seed: int, early: Early) -> None:
-    def change(model: Stack) -> None:
-        for p in matrices(model).values():
-            if whole_of(p).is_here:
-                p.grad.mul_(2.0)
-
-    clipped_by_last(model, optimizer, seed, early, change)
+    clipped_by_last(model, optimizer, seed, early, lambda model: scale_gradients(matrices(model).values(), 2.0))
 
 
 @pytest.mark.parametrize(
