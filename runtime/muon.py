@@ -38,6 +38,7 @@ from .parameters import (
     print_once,
     splits_of,
     unusable,
+    warn_idle,
 )
 from .phases import phase
 from .plan import Plan
@@ -282,6 +283,7 @@ class Muon(EagerOptimizer):
         with phase("check"):
             if not self._planned:
                 self.plan()
+                warn_idle(self._parameters())
             self._check_step()
             if self._skip_nonfinite and not are_finite(p.grad for p in self._parameters() if p.grad is not None):
                 self.skipped_steps += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from glob import escape
@@ -304,3 +304,12 @@ def print_once(table: str) -> None:
     if table not in _printed and os.environ.get("RANK", "0") == "0":
         _printed.add(table)
         print(table, file=sys.stderr)
+
+
+def warn_idle(parameters: Iterable[Tensor]) -> None:
+    """Of a first step that has nothing to do: most likely modules have other parameters by now."""
+    if all(p.grad is None for p in parameters):
+        logger.warning(
+            "no parameter has a gradient, and this step changes nothing; make the optimizer after fully_shard, or "
+            "whatever else gives the model new parameters"
+        )

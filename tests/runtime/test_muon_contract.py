@@ -347,6 +347,21 @@ def test_it_trains_a_compiled_model_and_in_a_compiled_step() -> None:
             torch.testing.assert_close(other, others[2])
 
 
+def test_an_optimizer_of_parameters_that_the_model_no_longer_has_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As after fully_shard, or a cast that replaces them."""
+    model = network()
+    optimizer = Muon(model, verbose=False)
+    for part in model:
+        for name, p in list(part.named_parameters()):
+            setattr(part, name, nn.Parameter(p.detach().clone()))
+    train(model, optimizer, range(3))
+    idle = [record.message for record in caplog.records if "no parameter has a gradient" in record.message]
+    assert len(idle) == 1 and "make the optimizer after fully_shard" in idle[0]
+    caplog.clear()
+    train(model, Muon(model, verbose=False), range(2))
+    assert "no parameter" not in caplog.text
+
+
 def test_a_parameter_that_never_had_a_gradient_gets_no_state() -> None:
     model = network()
     optimizer = Muon(model)
