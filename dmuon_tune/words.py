@@ -16,6 +16,18 @@ def counted(count: int, one: str, several: str = "") -> str:
     return f"{count} {one if count == 1 else several or one + 's'}"
 
 
+def ranks_named(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank {listed}" if len(spans) == 1 and spans[0][0] == spans[0][1] else f"ranks {listed}"
+
+
 def shown(value: object) -> str:
     """A value as it would be written, cut short."""
     return " ".join(reprlib.repr(value).split())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dmuon_tune.words import counted, shown
+from dmuon_tune.words import counted, ranks_named, shown
 
 ROOT = Path(__file__).resolve().parent.parent
 # A number of these is said by ``counted``: written after a value that may be 1, the word would be wrong.
@@ -54,3 +54,7 @@ def test_the_check_sees_a_bare_count() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_message_counts_without_the_singular(path: Path) -> None:
     assert bare_counts(path.read_text(encoding="utf-8")) == []
+
+
+def test_ranks_are_named_in_spans() -> None:
+    assert ranks_named([3]) == "rank 3" and ranks_named([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"

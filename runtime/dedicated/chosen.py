@@ -19,6 +19,7 @@ from dmuon_tune.errors import UsageError
 
 from ..blocks import Split, blocks_of
 from ..distributed.control import Control
+from ..distributed.options import check_alike
 from ..distributed.whole import whole_of
 from ..parameters import dtype_of, groups_of, splits_of
 from .grid import Grid
@@ -41,8 +42,10 @@ class Chosen:
     def said(self) -> dict[str, Any]:
         """What all ranks must have alike."""
         return {
-            "dedicated matrices": [[each.name, str(each.dtype), each.shapes] for each in self.found.values()],
-            "param_dtype and reduce_dtype": list(map(str, self.dtypes)), "units": [name for name, *_ in self.parts],
+            "dedicated": [{"name": each.name, "dtype": str(each.dtype), "matrices": each.shapes}
+                          for each in self.found.values()],
+            **dict(zip(("param_dtype", "reduce_dtype"), map(str, self.dtypes), strict=True)),
+            "units": [name for name, *_ in self.parts],
         }
 
 
@@ -71,8 +74,7 @@ def agreed(
         error = raised
     control.agree("dedicate", error=error)
     said = {"reason": why} if chosen is None else chosen.said()
-    for what, given in {"mode": [mode, chosen is None], **options, **said}.items():
-        control.same(given, what)
+    check_alike({"mode": mode, **options, "is gathered": chosen is None, **said}, control, "dedicate")
     return chosen, why
 
 

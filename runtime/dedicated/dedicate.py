@@ -58,22 +58,26 @@ def dedicate(
     ``timeout``: seconds after which a wait for other ranks ends in an error. docs/dedicated.md has the whole. Raises
     UsageError, by name, on all ranks, for what cannot be dedicated.
     """
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh  # these import DTensor, which one process does without
 
     from ..distributed.control import TIMEOUT_S, Control
     from .chosen import agreed, chosen_of
 
-    checks.instance("mesh", mesh, DeviceMesh, or_none=False)
     seconds, error = TIMEOUT_S, None
     try:
+        seconds = check_timeout(timeout)  # by which this rank, too, waits for the others to hear of what follows
+        checks.instance("mesh", mesh, DeviceMesh, or_none=False)
         checks.instance("model", model, nn.Module, or_none=False)
         checks.one_of("mode", mode, MODES)
         checks.flag("reshard_after_forward", reshard_after_forward)
+        checks.instance("layers", layers, Layers)
         checks.instance("ownership", ownership, OwnershipOptions)
-        seconds = check_timeout(timeout)
-    except UsageError as raised:  # which the others are to hear of
+    except UsageError as raised:
+        if not dist.is_initialized():
+            raise
         error = raised
-    control = Control(_group_of(mesh), seconds)
+    control = Control(_group_of(mesh) if isinstance(mesh, DeviceMesh) else dist.group.WORLD, seconds)
     control.agree("dedicate", error=error)
     search = ownership or OwnershipOptions()
     dtypes, patterns = (param_dtype, reduce_dtype), (include, exclude, splits, flatten)

@@ -73,7 +73,6 @@ class Agreement:
         Raises on all ranks what resolving raises on the first, and whatever the library's kernel raises on any.
         """
         mine = list(dict.fromkeys(wanted))
-        self._control.same([self._newton_schulz.triples, self._newton_schulz.restarts], "Newton–Schulz's steps")
         asked = self._control.gather([asdict(one) for one in mine], "batches")
         every = sorted({Wanted.from_dict(fields) for fields in sum(asked, [])})
         while True:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
-import sys
 import time
-import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -21,7 +18,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from dmuon_tune.errors import PeerError, said
-from dmuon_tune.words import counted
+from dmuon_tune.words import counted, ranks_named
+
+from .endings import tell_at_exit
 
 TIMEOUT_S = 600.0  # PyTorch's own for NCCL
 LOOK_S = 1.0  # a rank that waits says so after this time, and looks after each whether another has failed
@@ -55,6 +54,7 @@ class Control:
         self.rank, self.size = dist.get_rank(within), len(self.ranks)
         self.timeout, self._step, self._follows = timeout, 0, follows
         self._store = PrefixStore(f"dmuon_tune {next(_numbers[within.group_name])}", within.get_group_store())
+        self._broken = ""
         # No new_group: all ranks of the world would have to call it, or have been in equally many groups.
         later = timedelta(seconds=timeout + LATER_S)
         self._meet()
@@ -62,9 +62,9 @@ class Control:
             self._gloo: Any = ProcessGroupGloo(self._store, self.rank, self.size, later)
         except RuntimeError as error:
             raise PeerError(f"ranks cannot connect: {said(error)}; GLOO_SOCKET_IFNAME names their network") from None
-        self._broken = ""
         self._launched: deque[tuple[torch.Event, str, int]] = deque()
-        atexit.register(_tell_unhandled, weakref.ref(self))
+        self._awaited: list[dist.Work] = []
+        tell_at_exit(self)
 
     @property
     def step(self) -> int:
@@ -111,7 +111,9 @@ class Control:
         self._run(lambda: self._gloo.broadcast(length, 0), what)
         received = bytearray(text.ljust(int(length)))
         self._run(lambda: self._gloo.broadcast(_tensor(received), 0), what)
-        self._same(received, what)
+        others = self._others(received, what)
+        if others:
+            raise PeerError(f"{self._place(what)}: not the same on {ranks_named(others)} as on rank {self.ranks[0]}")
         decided: T = json.loads(received)
         return decided
 
@@ -123,10 +125,10 @@ class Control:
         rows = self._all(_tensor(bytearray(text.ljust(max(lengths)))), what)
         return [json.loads(bytes(row.tolist())) for row in rows]
 
-    def same(self, given: Any, what: str) -> None:
-        """PeerError on all, naming the ranks, where ``given``, as JSON, is not the first rank's; collective."""
+    def differ(self, given: Any, what: str) -> bool:
+        """Whether ``given``, as JSON, is another on some rank than on the first; collective."""
         self.agree(what)
-        self._same(json.dumps(given, sort_keys=True).encode(), what)
+        return bool(self._others(json.dumps(given, sort_keys=True).encode(), what))
 
     def all_to_all(
         self, into: Tensor, given: Tensor, into_sizes: Sequence[int], given_sizes: Sequence[int], what: str
@@ -198,25 +200,39 @@ class Control:
             return f"the store does not answer: {said(error)}"
         return self._broken
 
+    def gone(self) -> list[int]:
+        """The ranks whose connections to this one are closed: nothing can be received from them. As a process ends."""
+        found = []
+        for at, rank in enumerate(self.ranks):
+            if at != self.rank:
+                try:
+                    self._awaited.append(self._gloo.recv([torch.empty(1)], at, 0))  # and never waited for
+                except RuntimeError:
+                    found.append(rank)
+        return found
+
     def _meet(self) -> None:
         """Until all ranks have come here; PeerError that names those that have not in time."""
-        deadline, here = time.monotonic() + self.timeout, [f"here {rank}" for rank in self.ranks]
+        deadline, pause_s = time.monotonic() + self.timeout, 0.001
         try:
-            self._store.set(here[self.rank], "yes")
-            while True:
-                with suppress(dist.DistStoreError):  # not yet
-                    self._store.wait(here, timedelta(seconds=LOOK_S))
-                    return
-                if time.monotonic() >= deadline:
-                    missing = [rank for rank, key in zip(self.ranks, here, strict=True) if not self._store.check([key])]
-                    break
+            self._store.set(f"here {self.rank}", "yes")
+            if self._store.add("here", 1) == self.size:
+                self._store.set("all here", "yes")
+            while not (met := self._store.check(["all here"])) and time.monotonic() < deadline:
+                time.sleep(pause_s)  # Store.wait would log each look
+                pause_s = min(2 * pause_s, LOOK_S / 10)
+            missing = [rank for at, rank in enumerate(self.ranks) if not met and not self._store.check([f"here {at}"])]
         except RuntimeError as error:
             raise PeerError(f"the ranks cannot meet: {said(error)}") from None
-        raise PeerError(
-            f"waited {self.timeout:g} s for all ranks to make their first call of an optimizer; not arrived: "
-            f"{ranks_named(missing)}; give process_group= all ranks that hold the model, and make as many optimizers "
-            "on each"
-        )
+        if missing:
+            self.fail(
+                f"waited {self.timeout:g} s for all ranks to make their first call of an optimizer; not arrived: "
+                f"{ranks_named(missing)}; give process_group= all ranks that hold the model, and make as many "
+                "optimizers on each"
+            )
+        else:
+            self._check_failure()  # of those that did not wait so long
+        self.check()
 
     def _place(self, what: str) -> str:
         return f"{what}, step {self.step}"
@@ -230,11 +246,10 @@ class Control:
         self._run(lambda: self._gloo.allgather(list(found), given), what)
         return found
 
-    def _same(self, text: bytes | bytearray, what: str) -> None:
+    def _others(self, text: bytes | bytearray, what: str) -> list[int]:
+        """The ranks that have another text than the first."""
         found = self._all(_tensor(bytearray(hashlib.sha256(text).digest())), what)
-        others = [rank for rank, other in zip(self.ranks, found, strict=True) if not other.equal(found[0])]
-        if others:
-            raise PeerError(f"{self._place(what)}: not the same on {ranks_named(others)} as on rank {self.ranks[0]}")
+        return [rank for rank, other in zip(self.ranks, found, strict=True) if not other.equal(found[0])]
 
     def _explain(self, place: str, error: BaseException | None) -> None:
         """Raise, on every rank, why they do not agree."""
@@ -349,22 +364,3 @@ def _is_complete(work: dist.Work, seconds: float) -> bool:
 def _cause(error: RuntimeError) -> str:
     """What ended a collective, in the place of "waited 600 s"."""
     return "a connection was closed" if "onnection" in str(error) else said(error)
-
-
-def ranks_named(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank {listed}" if len(spans) == 1 and spans[0][0] == spans[0][1] else f"ranks {listed}"
-
-
-def _tell_unhandled(reference: weakref.ref[Control]) -> None:
-    """At exit: the exception that ended this process, which the interpreter keeps."""
-    control, error = reference(), getattr(sys, "last_value", None)
-    if control is not None and error is not None:
-        control.fail(said(error))

@@ -14,7 +14,9 @@ from tempfile import mkstemp
 from threading import Event, Thread, current_thread
 from typing import NamedTuple
 
-from .control import LOOK_S, Control, ranks_named
+from dmuon_tune.words import ranks_named
+
+from .control import LOOK_S, Control
 
 FLAGS_FOLDER = "/dev/shm"
 PAGE_BYTES, LINE_BYTES = 4096, 64  # a flag has a line of its own: devices do not write beside each other

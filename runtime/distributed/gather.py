@@ -345,9 +345,10 @@ class Gather:
         return None if nonfinite else (codes, moving)
 
     def _given(self, optimizer: Muon) -> dict[str, Any]:
-        """The constructor's options that all ranks must have alike, besides the iteration's."""
+        """The constructor's options that all ranks must have alike."""
         chains = self._newton_schulz
         return {
+            "steps": len(chains.triples), "coefficients": chains.triples, "restarts": chains.restarts,
             "eps": float(chains.eps), "ns_dtype": str(chains.dtype), "momentum_dtype": str(self._momentum_dtype),
             "bucket_bytes": self._bucket_bytes, "profile": self._profile, "skip_nonfinite": optimizer._skip_nonfinite,
             **{f"ownership.{option}": value for option, value in vars(self._ownership).items()},

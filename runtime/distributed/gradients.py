@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from dmuon_tune.errors import UsageError
 
 from .pieces import local_of
+from .whole import whole_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NO_GRADIENT = 0  # as a code; of a gradient: 1 + 2 · dtype + whether it is placed otherwise than its parameter
@@ -81,10 +82,11 @@ def disagreement(p: Tensor, indivisible: bool, least: int, most: int) -> str | N
     if least != NO_GRADIENT:
         return "its gradient has another dtype or other placements on some ranks"
     if indivisible or not most % 2 or dtype_of(most) != p.dtype:
-        return (
-            "it has a gradient on some ranks only, and none that can be taken for 0 on the others; average it "
-            "over the replicas first, as DistributedDataParallel does with find_unused_parameters=True"
+        instead = (
+            "average it over the replicas first, as DistributedDataParallel does with find_unused_parameters=True"
+            if whole_of(p) is None else "call zero_grad on all ranks alike"
         )
+        return f"it has a gradient on some ranks only, and none that can be taken for 0 on the others; {instead}"
     return None
 
 

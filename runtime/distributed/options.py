@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from numbers import Real
 from typing import Any
 
@@ -30,17 +31,35 @@ def digest(options: Mapping[str, Any]) -> bytes:
     return zlib.crc32(json.dumps(options).encode()).to_bytes(4)
 
 
-def check_alike(given: Mapping[str, Any], control: Control) -> None:
-    """UsageError on all ranks that names an option which is not the same on all of them; collective."""
-    first, *others = control.gather(dict(given), "options")
+def check_alike(given: Mapping[str, Any], control: Control, what: str = "options") -> None:
+    """UsageError on all ranks that names what of ``given``, as JSON has it, is not the same on all; collective."""
+    if not control.differ(given, what):
+        return
+    first, *others = control.gather(dict(given), what)
     for rank, other in zip(control.ranks[1:], others, strict=True):
         for option in {**first, **other}:
-            here, there = first.get(option), other.get(option)
-            if here != there:
+            if first.get(option) != other.get(option):
+                name, *values = _difference(option, first.get(option), other.get(option))
+                here, there = (value if isinstance(value, str) else shown(value) for value in values)
                 raise UsageError(
-                    f"{option} is {shown(there)} on rank {rank} and {shown(here)} on rank {control.ranks[0]}; give all "
-                    "ranks the same"
+                    f"{name} is {there} on rank {rank} and {here} on rank {control.ranks[0]}; give all ranks the same"
                 )
+
+
+def _difference(what: str, here: Any, there: Any) -> tuple[str, Any, Any]:
+    """Where two values as JSON first differ, and both there: in lists of names, or of mappings that have one."""
+    both = [here, there]
+    if all(isinstance(each, list) for each in both) and any(isinstance(each, str | dict) for each in here + there):
+        pairs = enumerate(zip_longest(here, there))
+        place, both = next((place, list(pair)) for place, pair in pairs if pair[0] != pair[1])
+        names = [each["name"] if isinstance(each, dict) else each for each in both]
+        if names[0] != names[1]:
+            return f"{what}[{place}]", *names
+        what = names[0]
+    if all(isinstance(each, dict) for each in both):
+        key = next(key for key in {**both[0], **both[1]} if both[0].get(key) != both[1].get(key))
+        return f"{what}: {key}", *(each.get(key) for each in both)
+    return what, *both
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from ..ownership_options import OwnershipOptions
 from ..parameters import name_of
 from .agreement import Agreement, Wanted
 from .control import Control
+from .options import check_alike
 from .pieces import Layout, Matrix, Spans, cuts_of, holdings, local_of, local_shape, matrices_of, mesh_of
 from .whole import whole_of
 from .workload import Owned, work_of
@@ -85,7 +86,7 @@ def survey(found: Sequence[Found], group: ProcessGroup, control: Control, error:
             error = UsageError(f"{name}: {raised}")
             break
     control.agree("parameters", error=error)
-    control.same([*described, *((repr(blocks), tensor.requires_grad) for _, tensor, blocks in found)], "parameters")
+    check_alike({"parameters": [*map(_told, found, described)]}, control, "parameters")
     by_rank = control.gather([list(ranks) for ranks in meshes], "meshes")
     alike = [tuple(sorted({tuple(ranks[mesh]) for ranks in by_rank})) for mesh in range(len(meshes))]
     layouts = [
@@ -100,6 +101,15 @@ def survey(found: Sequence[Found], group: ProcessGroup, control: Control, error:
     indivisible = (_replicated(layout) or whole_of(each.tensor) is not None
                    for layout, each in zip(layouts, found, strict=True))
     return Survey(tuple(matrices), tuple(indivisible), tuple(held))
+
+
+def _told(each: Found, described: Sequence[Any]) -> dict[str, Any]:
+    """What all ranks must have alike of a parameter."""
+    name, shape, dtype, mesh, mesh_shape, cuts = described
+    return {
+        "name": name, "shape": shape, "dtype": dtype, "mesh": mesh, "the mesh's shape": mesh_shape, "placements": cuts,
+        "matrices": repr(each.blocks), "requires_grad": each.tensor.requires_grad,
+    }
 
 
 def _cut_later_first(found: Sequence[Found], layouts: Sequence[Layout], control: Control) -> list[bool]:

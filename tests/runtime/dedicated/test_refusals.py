@@ -123,6 +123,23 @@ def in_no_time_on_one_rank(rank: int, size: int) -> None:
     dedicate(Stack(), mesh_of("fsdp", size), timeout=-1.0 if rank else 30.0)
 
 
+def with_layers_of_none(rank: int, size: int) -> None:
+    dedicate(Stack(), mesh_of("fsdp", size), layers=3 if rank else None)  # type: ignore[arg-type]
+
+
+def on_a_mesh_of_none(rank: int, size: int) -> None:
+    dedicate(Stack(), 3 if rank else mesh_of("fsdp", size))  # type: ignore[arg-type]
+
+
+def cleared_on_one_rank(rank: int, size: int) -> None:
+    model = dedicated(size)
+    optimizer = Muon(model, verbose=False)
+    loss_of(model, 0).backward()
+    if rank:
+        optimizer.zero_grad()
+    optimizer.step()
+
+
 def in_other_times(rank: int, size: int) -> None:
     dedicate(Stack(), mesh_of("fsdp", size), timeout=30.0 + rank)
 
@@ -185,8 +202,13 @@ def elsewhere(rank: int, size: int) -> None:
     (moved_by_others, "blocks.0.weight is dedicated, and this AdamW cannot"),
     (no_part, "units: Linear is no part of the model"), (of_itself, "units: Stack is the model itself"),
     (of_no_dtype, "reduce_dtype must be such as float32"), (without_a_mesh, "mesh must be a DeviceMesh, not None"),
-    (of_no_model, "model must be a Module, not None"), (averaged_otherwise, "reduce_dtype.*not the same on rank 1"),
-    (on_one_rank, "dedicated matrices.*not the same on rank 1"), (in_other_times, "timeout, .*not the same on rank 1"),
+    (of_no_model, "model must be a Module, not None"),
+    (averaged_otherwise, "reduce_dtype is torch.float32 on rank 1 and torch.float64 on rank 0; give all"),
+    (on_one_rank, r"dedicated\[5\] is None on rank 1 and mixer.weight on rank 0; give all ranks the same"),
+    (in_other_times, "timeout is 31.0 on rank 1 and 30.0 on rank 0; give all"),
+    (with_layers_of_none, "layers must be a Layers, not 3"),
+    (on_a_mesh_of_none, "mesh must be a DeviceMesh, not 3"),
+    (cleared_on_one_rank, "it has a gradient on some ranks only, .*; call zero_grad on all ranks alike"),
     (in_no_time_on_one_rank, r"timeout must be a number of seconds in \(0, 1e\+09\], not -1.0"),
     (converted, "mixer.weight is dedicated, and was converted to torch.bfloat16 on cpu since"),
     (rest_is_whole, "'embedding.weight' is neither dedicated nor sharded; call fully_shard"),

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from dmuon_tune.errors import PeerError, UsageError
-from dmuon_tune.runtime.distributed.control import MESSAGE_BYTES, Control, ranks_named
+from dmuon_tune.runtime.distributed.control import MESSAGE_BYTES, Control
+from dmuon_tune.runtime.distributed.options import check_alike
 
 from .world import Worlds
 
@@ -51,9 +52,9 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
         "undecided": said_by(lambda: ours.decide(lambda: broken(), "plan")),
         "elsewhere": said_by(lambda: ours.agree("state_dict" if rank == 0 else "step")),
         "uncounted": said_by(lambda: ours.agree("step", [0] * (1 + rank))),
-        "differs": said_by(lambda: ours.same({"shapes": [rank // 2]}, "parameters")),
+        "differ": (ours.differ({"shapes": [rank // 2]}, "parameters"), ours.differ({"shapes": [3]}, "parameters")),
+        "alike": said_by(lambda: check_alike({"shapes": [{"name": "w", "shape": [rank // 2]}], "a": 1}, ours)),
     }
-    ours.same({"shapes": [3]}, "parameters")
     if rank == 2:
         time.sleep(1.3)  # longer than the others wait before they look around
     work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -91,7 +92,8 @@ def test_what_all_ranks_agree_on(worlds: Worlds) -> None:
         assert answers["undecided"] == (own if rank == 0 else f"PeerError: rank 0 failed: {own} (plan, step 7)")
         assert "rank 0: state_dict, step 7; ranks 1-3: step, step 7" in answers["elsewhere"]
         assert "rank 0: step, step 7, 1 flag; rank 1: step, step 7, 2 flags; rank 2" in answers["uncounted"]
-        assert answers["differs"].endswith("parameters, step 7: not the same on ranks 2-3 as on rank 0")
+        assert answers["differ"] == (True, False)
+        assert answers["alike"] == "UsageError: w: shape is [1] on rank 2 and [0] on rank 0; give all ranks the same"
 
 
 def test_groups_of_some_ranks(worlds: Worlds) -> None:
@@ -163,5 +165,17 @@ def test_a_wait_ends_at_its_timeout_and_names_who_did_not_arrive(worlds: Worlds)
     assert "failed: waited 2 s for step, step 0; not arrived: rank 0" in absent
 
 
-def test_ranks_are_named_in_spans() -> None:
-    assert ranks_named([3]) == "rank 3" and ranks_named([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+def comes_too_late(rank: int, size: int) -> tuple[str, float]:
+    """To the first call of all, when the other has given up."""
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(2 * SHORT_S)
+    return said_by(lambda: Control(timeout=SHORT_S)), time.monotonic() - began
+
+
+def test_a_rank_that_comes_to_the_first_call_too_late_hears_why_at_once(worlds: Worlds) -> None:
+    waited, late = worlds(2).outcomes(comes_too_late)
+    assert waited.status == late.status == "ok" and not waited.output, "nothing is logged at each look"
+    reason = waited.value[0].removeprefix("PeerError: ")
+    assert reason.startswith("waited 2 s for all ranks") and "not arrived: rank 1;" in reason
+    assert late.value[0] == f"PeerError: rank 0 failed: {reason}" and late.value[1] < 3 * SHORT_S

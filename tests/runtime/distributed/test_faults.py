@@ -136,23 +136,27 @@ optimizer = Muon(fully_shard(model), timeout=float(sys.argv[1]), verbose=False, 
 for step in range(4):
     if dist.get_rank() == 1 and step == 2:
         exec(sys.argv[2])
+    if sys.argv[3:]:
+        model(torch.ones(1, 16)).sum().backward()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
 """
 
 
-def ended(folder: Path, timeout_s: float, fault: str) -> list[tuple[int, str]]:
-    """Exit code and last line of each of two ranks that run the script; ``fault`` is what rank 1 does between steps."""
+def ended(folder: Path, timeout_s: float, fault: str, *computes: str) -> list[tuple[int, str]]:
+    """Exit code and last line of each of two ranks that run the script; ``fault`` is what rank 1 does between steps,
+    which have a forward and a backward where it ``computes``."""
     (folder / "train.py").write_text(SCRIPT)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent keeps one
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo",
     }
+    command = [sys.executable, folder / "train.py", str(timeout_s), fault, *computes]
     ranks = [
-        subprocess.Popen([sys.executable, folder / "train.py", str(timeout_s), fault], stderr=subprocess.PIPE,
-                         text=True, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
     said = [process.communicate(timeout=120)[1].strip().rpartition("\n")[2] for process in ranks]
@@ -163,6 +167,17 @@ def test_a_script_that_raises_between_steps_tells_the_others_why(tmp_path: Path)
     first, second = ended(tmp_path, 30, 'raise ValueError("no more data")')
     assert second[0] == 1 and second[1].endswith("ValueError: no more data")
     assert first[0] == 1 and first[1].endswith("PeerError: rank 1 failed: ValueError: no more data")
+
+
+@pytest.mark.parametrize(("fault", "why"), [
+    ('raise ValueError("no more data")', "rank 1 failed: ValueError: no more data"),
+    ("import os; os.kill(os.getpid(), 9)",
+     "a connection was closed outside of the optimizer, after step 2; gone: rank 1"),
+])
+def test_a_forward_that_loses_a_rank_says_which_and_why(tmp_path: Path, fault: str, why: str) -> None:
+    """FSDP2's transfer ends in gloo's own words, which have neither; ours come last."""
+    first, second = ended(tmp_path, 30, fault, "computes")
+    assert first == (1, f"this rank ended because {why}") and second[0] in (1, -signal.SIGKILL)
 
 
 @pytest.mark.slow

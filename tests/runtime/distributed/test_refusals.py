@@ -160,17 +160,29 @@ def test_a_group_without_ranks_of_the_mesh(worlds: Worlds) -> None:
     assert all("process_group" in message for message in messages), messages
 
 
-def of_other_models(rank: int, size: int) -> str:
-    torch.manual_seed(0)
-    model = parallel(Toy(), "fsdp", size)
-    with pytest.raises(DmuonTuneError) as raised:
-        Muon(model, **{**OPTIONS, "exclude": ("*down.weight",) if rank else ()}).plan()
-    return str(raised.value)
+def of_other_models(rank: int, size: int) -> list[str]:
+    """Errors where one rank leaves a matrix to AdamW, freezes one or has one more."""
+    said = []
+    for change in ("exclude", "freeze", "add"):
+        model = Toy()
+        if rank and change == "freeze":
+            model.get_parameter(WEIGHT).requires_grad_(False)
+        if rank and change == "add":
+            model.layers[1].more = nn.Linear(4, 4, bias=False)
+        exclude = ("layers.1.down.weight",) if rank and change == "exclude" else ()
+        with pytest.raises(DmuonTuneError) as raised:
+            Muon(parallel(model, "fsdp", size), **{**OPTIONS, "exclude": exclude}).plan()
+        said.append(str(raised.value))
+    return said
 
 
-def test_ranks_that_were_given_other_options(worlds: Worlds) -> None:
-    messages = worlds(2).run(of_other_models)
-    assert len(set(messages)) == 1 and "parameters" in messages[0], messages
+def test_what_differs_between_the_models_of_ranks_is_named(worlds: Worlds) -> None:
+    first, second = worlds(2).run(of_other_models)
+    excluded, frozen, added = first
+    assert first == second and not any("\n" in each for each in first)
+    assert re.match(r"parameters\[\d+\] is .* on rank 1 and .*'layers.1.down.weight' on rank 0; give all", excluded)
+    assert frozen.startswith(f"parameter '{WEIGHT}': requires_grad is False on rank 1 and True on rank 0; give all")
+    assert re.match(r"parameters\[\d+\] is .*'layers.1.more.weight' on rank 1 and .* on rank 0; give all", added)
 
 
 def plain(rank: int, size: int) -> Tensor:
@@ -203,7 +215,7 @@ OF_GROUPS = {
 }
 OF_ALL = {
     "bucket_bytes": 100, "eps": 1.0, "momentum_dtype": "bfloat16", "ns_dtype": "bfloat16", "skip_nonfinite": True,
-    "profile": True,
+    "profile": True, "steps": 3, "coefficients": "jordan", "restarts": (1,),
 }
 
 
