@@ -15,6 +15,7 @@ from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Recipe
 
+from . import sound
 from .models import Base, CanonicalJson, DeviceRow, Outcome
 
 
@@ -82,6 +83,7 @@ class ChainRow(Outcome, Base):
     device: Mapped[DeviceRow] = relationship(lazy="joined", innerjoin=True)
 
     def value(self) -> ChainTrial:
-        recipe = Recipe.from_dict({"batch_costs": [], **self.recipe})
+        recipe = sound.recipe({"batch_costs": [], **sound.mapping(self.recipe, "a recipe")})
         key = ChainKey(recipe, self.code_digest, self.device.value())
-        return ChainTrial(key, self.measurement(), self.provenance, self.created_at)
+        provenance = sound.mapping(self.provenance, "a provenance")
+        return ChainTrial(key, self.measurement(), provenance, self.created_at)

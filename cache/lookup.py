@@ -10,14 +10,13 @@ from typing import Any
 from sqlalchemy import Row, TextClause, text
 
 from dmuon_tune.device import DeviceFingerprint, Toolchain
-from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
 
+from . import sound
 from .key import TuningKey
 from .models import DeviceRow, ProblemRow, RecipeRow
 from .results import CacheEntry
-from .rows import sound_config
 
 MEASURED = ("status", "median_us", "p20_us", "p80_us", "samples", "max_rel_err", "resources", "log")
 OF_KEY = ("kernel.name", "kernel.spec_digest", "chain.backend", "chain.versions", "held.validation", "device.name")
@@ -56,9 +55,10 @@ def entry_of(row: Row[Any]) -> CacheEntry:
     config, validation, provenance, status, median_us, p20_us, p80_us, samples, error, resources, log = values
     toolchain = Toolchain.from_dict({"backend": backend, "versions": json.loads(versions)})
     key = TuningKey(Problem(*fields), kernel, digest, DeviceFingerprint(name, *limits), toolchain, checked)
-    times = (median_us, p20_us, p80_us, tuple(json.loads(samples)))
-    measurement = Measurement(status, *times, error, json.loads(resources), log)
-    return CacheEntry(key, sound_config(json.loads(config)), measurement, validation, json.loads(provenance))
+    times = (median_us, p20_us, p80_us, json.loads(samples))
+    measurement = sound.measurement(status, *times, error, json.loads(resources), log)
+    config = sound.mapping(json.loads(config), "a configuration")
+    return CacheEntry(key, config, measurement, validation, sound.mapping(json.loads(provenance), "a provenance"))
 
 
 @cache
@@ -74,7 +74,7 @@ def recipe_sql() -> TextClause:
 def recipe_of(row: Row[Any], group: dict[str, int]) -> Recipe:
     """ValueError and the like for what is none."""
     fields = dict(zip(RecipeRow.FIELDS, row, strict=True))
-    return Recipe.from_dict({"group": group, **fields, **{name: json.loads(fields[name]) for name in JSON_FIELDS}})
+    return sound.recipe({"group": group, **fields, **{name: json.loads(fields[name]) for name in JSON_FIELDS}})
 
 
 def _named(table: str, columns: Iterable[str]) -> list[str]:

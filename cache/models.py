@@ -13,6 +13,7 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
 
+from . import sound
 from .key import TuningKey
 
 IMPORTED = "imported"  # in a result's provenance: the bundle that it came with; one measured here has none
@@ -151,16 +152,8 @@ class Outcome:
     log: Mapped[str] = mapped_column(Text)
 
     def measurement(self) -> Measurement:
-        return Measurement(
-            self.status,
-            self.median_us,
-            self.p20_us,
-            self.p80_us,
-            tuple(self.samples),
-            self.max_rel_err,
-            self.resources,
-            self.log,
-        )
+        times = (self.median_us, self.p20_us, self.p80_us)
+        return sound.measurement(self.status, *times, self.samples, self.max_rel_err, self.resources, self.log)
 
 
 class TrialRow(Outcome, Base):
@@ -218,4 +211,4 @@ class RecipeRow(Base):
 
     def value(self) -> Recipe:
         group = {"batch": self.batch, "rows": self.rows, "cols": self.cols}
-        return Recipe.from_dict({"group": group, **{name: getattr(self, name) for name in self.FIELDS}})
+        return sound.recipe({"group": group, **{name: getattr(self, name) for name in self.FIELDS}})

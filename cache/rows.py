@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Text, and_, not_, or_, type_coerce
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Recipe
 
+from . import sound
 from .chains import ChainKey
 from .key import TuningKey
 from .models import DeviceRow, KernelRow, ProblemRow, RecipeRow, ToolchainRow, TrialRow
@@ -60,18 +61,17 @@ def now() -> str:
 
 
 def trial_of(row: TrialRow, key: TuningKey) -> Trial:
-    return Trial(key, sound_config(row.config), row.measurement(), row.validation, row.provenance, row.created_at)
+    return Trial(key, *_result(row), row.created_at)
 
 
 def entry_of_row(row: TrialRow) -> CacheEntry:
-    return CacheEntry(row.key.value(), sound_config(row.config), row.measurement(), row.validation, row.provenance)
+    return CacheEntry(row.key.value(), *_result(row))
 
 
-def sound_config(config: Any) -> dict[str, Any]:
-    """ValueError for what is no configuration."""
-    if not isinstance(config, dict):
-        raise ValueError(f"a configuration is no {type(config).__name__}")
-    return config
+def _result(row: TrialRow) -> tuple[dict[str, Any], Measurement, str, dict[str, Any]]:
+    """Configuration, measurement, how it was checked, provenance."""
+    config, provenance = sound.mapping(row.config, "a configuration"), sound.mapping(row.provenance, "a provenance")
+    return config, row.measurement(), row.validation, provenance
 
 
 def is_better(new: Any, kept: Any) -> ColumnElement[bool]:

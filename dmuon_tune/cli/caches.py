@@ -58,12 +58,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(layers: Sequence[LayerDescription]) -> None:
     """Look for damage that reading the entries alone does not meet; a damaged cache is unreadable from then on."""
+    from dmuon_tune.cache import contents_of
+
     for layer in layers:
         if layer["state"] != "ok":
             continue
         try:
             with opened([layer]) as (cache,):
                 cache.store.check()
+                contents_of(cache.store)
         except CacheError as error:
             layer.update(state="unreadable", entries=0, detail=str(error))
             warn(str(error))

@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -411,24 +410,3 @@ def test_no_warning_for_a_sound_user_cache(
             with Store.open_user(environ=environ) as store:
                 store.record(key, {}, ok(1.0), {})
     assert caplog.messages == [] and (tmp_path / "new" / "folder" / "cache.sqlite").is_file()
-
-
-@pytest.mark.parametrize(
-    ("table", "column", "value"),
-    [
-        ("trials", "samples", "x"), ("trials", "config", "[]"), ("trials", "status", "crash"),
-        ("trials", "status", "crashed"), ("problems", "epilogue", "zz"), ("problems", "m", "-3"),
-        ("recipes", "picks", "zz"),
-    ],
-)
-def test_a_damaged_row_is_told_with_its_cache(
-    table: str, column: str, value: str, key: TuningKey, ok: Callable[..., Measurement], tmp_path: Path
-) -> None:
-    path = tmp_path / "cache.sqlite"
-    with Store.open(path) as store:
-        store.record(key, {"tile_m": 1}, ok(1.0), {})
-        store.put_recipe(key.device, Recipe(Group(1, 8, 8), "plain", "float32", cost_us=1.0))
-    with closing(sqlite3.connect(path)) as raw, raw:
-        raw.execute(f"UPDATE dmuon_{table} SET {column} = ?", (value,))
-    with Store.open(path, read_only=True) as store, pytest.raises(CacheError, match=f"{path} holds a damaged row"):
-        store.recipes() if table == "recipes" else store.all_trials()
