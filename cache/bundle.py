@@ -17,10 +17,10 @@ from typing import Any
 from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.portable import PortableCode
 
-from .artefacts import FOLDER_NAME, Artefact, ArtefactStore
+from .artefacts import CODE_SUFFIX, FOLDER_NAME, RECORD_SUFFIX, Artefact, ArtefactStore
 from .contents import Contents, keep
 from .paths import FILE_NAME
-from .scratch import scratch_folder
+from .scratch import scratch_folder, told_of_scratch
 from .store import Store
 
 FORMAT = 1
@@ -78,11 +78,12 @@ def write_bundle(
                 tar.addfile(member, io.BytesIO(content))
         os.replace(beside, target)
     except OSError as error:
+        raise UsageError(
+            f"cannot write the bundle {path}: {error.strerror}; name a file in a writable folder with some space"
+        ) from error
+    finally:
         with suppress(OSError):  # of a folder that cannot be written
             beside.unlink(missing_ok=True)
-        raise UsageError(
-            f"cannot write the bundle {path}: {error.strerror}; name a file in a writable folder"
-        ) from error
 
 
 def take_artefacts(into: ArtefactStore, source: ArtefactStore) -> int:
@@ -99,7 +100,7 @@ def take_artefacts(into: ArtefactStore, source: ArtefactStore) -> int:
 
 def database_bytes(contents: Contents) -> bytes:
     """A database file of these contents, in their order, that readers need no side files for."""
-    with scratch_folder() as folder:
+    with scratch_folder() as folder, told_of_scratch(folder):
         path = folder / FILE_NAME
         with Store.open(path) as store:
             keep(store, lambda nothing: contents)
@@ -124,10 +125,11 @@ def database_bytes(contents: Contents) -> bytes:
 def opened_bundle(path: str | Path) -> Iterator[Bundle]:
     """A bundle's files in a folder that is gone afterwards. CacheError where it is damaged or of a newer format."""
     with scratch_folder() as folder:
-        for name, content in _checked_files(path).items():
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+        files = _checked_files(path)
+        with told_of_scratch(folder):
+            (folder / FOLDER_NAME).mkdir()
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
         yield Bundle(folder / FILE_NAME, ArtefactStore(folder / FOLDER_NAME))
 
 
@@ -146,12 +148,19 @@ def _checked_files(path: str | Path) -> dict[str, bytes]:
         raise CacheError(
             f"bundle {path} is of format {manifest['format']}, this dmuon-tune reads {FORMAT}; upgrade dmuon-tune"
         )
+    foreign = [name for name in files if name != FILE_NAME and not _is_of_artefacts(PurePosixPath(name))]
+    if foreign:
+        raise CacheError(f"bundle {path} is damaged: it holds {foreign[0]!r}, which is no part of a bundle; {advice}")
     for name in sorted({*files, *manifest["sha256"]}):
         if hashlib.sha256(files.get(name, b"")).hexdigest() != manifest["sha256"].get(name):
             raise CacheError(f"bundle {path} is damaged: {name} is not what its {MANIFEST} says; {advice}")
     if FILE_NAME not in files:
         raise CacheError(f"bundle {path} holds no {FILE_NAME}; {advice}")
     return files
+
+
+def _is_of_artefacts(name: PurePosixPath) -> bool:
+    return str(name.parent) == FOLDER_NAME and name.suffix in (RECORD_SUFFIX, CODE_SUFFIX)
 
 
 def _manifest(text: bytes) -> dict[str, Any] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import json
 import os
@@ -190,6 +192,14 @@ def damaged_bundles(good: bytes, path: Path) -> dict[str, bytes]:
                 tar.addfile(member, io.BytesIO(content))
         return buffer.getvalue()
 
+    def foreign(name: str) -> bytes:
+        """A bundle that is sound but for a member that no bundle has."""
+        with tarfile.open(fileobj=io.BytesIO(good)) as tar:
+            members = {each.name: tar.extractfile(each).read() for each in tar}  # type: ignore[union-attr]
+        listed = json.loads(members["bundle.json"])
+        listed["sha256"][name] = hashlib.sha256(b"{}").hexdigest()
+        return tar_of({**members, "bundle.json": json.dumps(listed).encode(), name: b"{}"})
+
     manifest = json.dumps({"format": 1, "sha256": {}}).encode()
     return {
         "zero bytes": b"", "text": b"block,median_us\n" * 100, "cut": good[: len(good) // 2], "cut header": good[:300],
@@ -198,6 +208,9 @@ def damaged_bundles(good: bytes, path: Path) -> dict[str, bytes]:
         "outside": tar_of({"bundle.json": manifest, "../cache.sqlite": b"x"}),
         "link": tar_of({"bundle.json": b"", "cache.sqlite": b""}, link=True),
         "unlisted": tar_of({"bundle.json": manifest, "cache.sqlite": b"x"}),
+        **{f"foreign {name}": foreign(name) for name in (
+            "cache.sqlite-wal", "cache.sqlite-journal", "cache.sqlite/x", "artefacts", "artefacts/a/b.json", "README",
+        )},
     }
 
 
@@ -231,6 +244,34 @@ def test_a_bundle_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, k
     with pytest.raises(UsageError, match="cannot write the bundle"):
         write_bundle(tmp_path / "x.bundle", Contents())
     assert os.listdir(tmp_path) == ["x.bundle"]
+
+
+def test_a_temporary_folder_without_room_is_one_line(
+    tmp_path: Path, key: TuningKey, other_keys: dict[str, TuningKey], ok: Ok, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fill(tmp_path / "cache.sqlite", steps_of(key, other_keys["device"], ok))
+    bundle = tmp_path / "x.bundle"
+    bundled(path, bundle)
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for place, name in ((Path, "write_bytes"), (tempfile, "mkdtemp"), (tempfile, "gettempdir")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, full)
+            with pytest.raises(CacheError, match="No space left on device; .*TMPDIR") as caught, opened_bundle(bundle):
+                pytest.fail("there was no room")
+        assert "\n" not in str(caught.value)
+
+
+def test_an_interrupt_leaves_no_half_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_bundle(tmp_path / "x.bundle", Contents())
+    assert os.listdir(tmp_path) == []
 
 
 def outcome(kind: str, median_us: float) -> Measurement:
