@@ -42,7 +42,7 @@ def register(actions: Any) -> None:
         description="Write the user's cache, or --cache, with its compiled kernels as one bundle, a tar file. Equal "
         "contents give equal bytes on every machine.",
     )
-    export.add_argument("bundle", metavar="FILE", help="the bundle to write")
+    export.add_argument("bundle", type=options.place, metavar="FILE", help="the bundle to write")
     export.add_argument(
         "--only", choices=("winners",), help="leave out what training does not read: losers, failures, timed chains"
     )
@@ -52,22 +52,22 @@ def register(actions: Any) -> None:
         description="Take what a bundle holds into the user's cache, or --cache: what is new or better. Training "
         "checks each of these results once on its device before it uses it.",
     )
-    taking.add_argument("bundle", metavar="FILE", help=BUNDLE_OR_CACHE)
+    taking.add_argument("bundle", type=options.place, metavar="FILE", help=BUNDLE_OR_CACHE)
     taking.set_defaults(run=_import)
     merge = actions.add_parser(
         "merge", parents=[common], help="make one bundle of several, and list where they differ",
         description="Write the union of bundles and caches as one bundle. The better result of a configuration stays, "
         "and where the others differ is listed.",
     )
-    merge.add_argument("sources", metavar="SOURCE", nargs="+", help=BUNDLE_OR_CACHE)
-    merge.add_argument("--out", metavar="FILE", required=True, help="the bundle to write")
+    merge.add_argument("sources", type=options.place, metavar="SOURCE", nargs="+", help=BUNDLE_OR_CACHE)
+    merge.add_argument("--out", type=options.place, metavar="FILE", required=True, help="the bundle to write")
     merge.set_defaults(run=_merge)
     diff = actions.add_parser(
         "diff", parents=[common], help="say where two caches differ",
         description="List the winners, outcomes and recipes that differ, or that one of the two has alone.",
     )
-    diff.add_argument("first", metavar="FIRST", help=BUNDLE_OR_CACHE)
-    diff.add_argument("second", metavar="SECOND", help="the same")
+    diff.add_argument("first", type=options.place, metavar="FIRST", help=BUNDLE_OR_CACHE)
+    diff.add_argument("second", type=options.place, metavar="SECOND", help="the same")
     diff.set_defaults(run=_diff)
     prune = actions.add_parser(
         "prune", parents=[common, cache], help="delete results that no longer serve",

@@ -59,10 +59,17 @@ def device() -> argparse.ArgumentParser:
 def cache() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument_group("cache").add_argument(
-        "--cache", metavar="PATH",
+        "--cache", type=place, metavar="PATH",
         help="this cache file, or a server's URL, instead of the user cache (and instead of its layers)",
     )
     return parser
+
+
+def place(text: str) -> str:
+    """A file, folder or URL: an empty text, as of a shell's unset variable, is none, and not what leaving it out is."""
+    if not text:
+        raise argparse.ArgumentTypeError("the text is empty; name a place, or leave the option out")
+    return text
 
 
 def dtype(text: str) -> str:

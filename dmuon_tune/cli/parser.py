@@ -17,10 +17,11 @@ EPILOG = """exit codes: 0 ok, 1 failure, 2 usage, 3 a required entry is missing,
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a usage error as every other error: one line and exit code 2."""
+    """Reports a usage error as every other error: one line and exit code 2. Options are written out, in every command:
+    what an abbreviation means could change with the next option."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **{**options, "allow_abbrev": False})
         # No option begins with a number: ``-5s`` is a value, which its own type refuses in its own words.
         self._negative_number_matcher = re.compile(r"-\d")
 
@@ -35,7 +36,7 @@ def build() -> Parser:
     parser = Parser(
         prog="dmuon-tune",
         description="Tune the kernels of Muon's Newton-Schulz step for a model's matrix shapes, and keep the results.",
-        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dmuon-tune {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -42,7 +42,7 @@ def register(commands: Any) -> None:
     )
     group.add_argument("--seed", type=_seed, default=0, help="of the search (default: 0)")
     group.add_argument("--memory-gb", type=_gibibytes, metavar="GIB", help="of momentum on a rank, at most")
-    group.add_argument("--plot", metavar="FILE", help="draw the owners' times as a PNG image")
+    group.add_argument("--plot", type=options.place, metavar="FILE", help="draw the owners' times as a PNG image")
     group = parser.add_argument_group("device")
     group.add_argument(
         "--device", default="auto",

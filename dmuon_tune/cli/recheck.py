@@ -50,7 +50,10 @@ def register(actions: Any) -> None:
         "time them. Those that pass need no check when training first uses them. Exit code 1 where one fails; one that "
         f"takes more than {SLOWER:g} times as long as it did is told.",
     )
-    parser.add_argument("source", metavar="SOURCE", nargs="?", help=f"{BUNDLE_OR_CACHE} (default: the user's cache)")
+    parser.add_argument(
+        "source", type=options.place, metavar="SOURCE", nargs="?",
+        help=f"{BUNDLE_OR_CACHE} (default: the user's cache)",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
     parser.add_argument("--all", action="store_true", help="every winner")
     parser.add_argument(

@@ -33,8 +33,13 @@ def register(commands: Any) -> None:
         "--least", type=options.positive, default=100, metavar="N",
         help="leave out spaces with fewer measured configurations (default: 100)",
     )
-    source.add_argument("--record", metavar="FILE", action="append", help="an exported record (repeatable), no cache")
-    source.add_argument("--export", metavar="FILE", help="write the one record chosen to this file; replay nothing")
+    source.add_argument(
+        "--record", type=options.place, metavar="FILE", action="append",
+        help="an exported record (repeatable), no cache",
+    )
+    source.add_argument(
+        "--export", type=options.place, metavar="FILE", help="write the one record chosen to this file; replay nothing"
+    )
     how = parser.add_argument_group("replay")
     how.add_argument(
         "--samplers", type=options.names, default=("combined", "tpe", "forest", "random"), metavar="NAMES",
@@ -48,7 +53,9 @@ def register(commands: Any) -> None:
         "--workers", type=options.positive, default=1, metavar="N",
         help="processes that compile beside the one that times, for the seconds that a search takes (default: 1)",
     )
-    how.add_argument("--plot", metavar="FILE", help="also draw the curves, such as replay.png; needs matplotlib")
+    how.add_argument(
+        "--plot", type=options.place, metavar="FILE", help="also draw the curves, such as replay.png; needs matplotlib"
+    )
     parser.set_defaults(run=run)
 
 

@@ -23,8 +23,10 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
     parser.add_argument("--all-devices", action="store_true", help="results of every device, not only of this one")
-    parser.add_argument("--out", metavar="FILE", default="report.html", help="the file (default: report.html)")
-    parser.add_argument("--png", metavar="FOLDER", help="also write each plot there as a PNG image")
+    parser.add_argument(
+        "--out", type=options.place, metavar="FILE", default="report.html", help="the file (default: report.html)"
+    )
+    parser.add_argument("--png", type=options.place, metavar="FOLDER", help="also write each plot there as a PNG image")
     parser.set_defaults(run=run)
 
 

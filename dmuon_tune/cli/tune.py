@@ -61,7 +61,7 @@ def register(commands: Any) -> None:
     search.add_argument("--compile-timeout", type=options.seconds, default=120.0, metavar="TIME", help="default: 2m")
     search.add_argument("--run-timeout", type=options.seconds, default=60.0, metavar="TIME", help="default: 1m")
     search.add_argument(
-        "--storage", metavar="URL",
+        "--storage", type=options.place, metavar="URL",
         help="tune into this database, such as postgresql+psycopg://user@host/name, together with every run that does; "
         "the password may stand in PGPASSWORD or ~/.pgpass",
     )

@@ -69,6 +69,38 @@ def test_one_line_and_the_exit_code(run: Run, arguments: tuple[str, ...], code: 
     assert "Traceback" not in result.err
 
 
+PLACES = (
+    "tune --preset tiny --device cpu --cache", "tune --preset tiny --device cpu --storage", "show --cache",
+    "explain --preset tiny --cache", "plan --preset tiny --world-size 2 --cache",
+    "plan --preset tiny --world-size 2 --plot",
+    "report --cache", "report --out", "report --png", "replay --cache", "replay --record", "replay --export",
+    "replay --plot", "cache list --cache", "cache build --cache", "cache prune --losers --cache", "cache export",
+    "cache export x.bundle --cache", "cache import", "cache import x.bundle --cache", "cache merge x.bundle --out",
+    "cache merge --out x.bundle", "cache diff x.bundle", "cache verify", "cache verify --cache",
+)
+
+
+@pytest.mark.parametrize("command", PLACES)
+def test_an_empty_place_is_not_the_default_one(
+    run: Run, own_cache: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Store.open_user().close()
+    before = own_cache.read_bytes()
+    result = run(*command.split(), "")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.count("\n") == 1 and "the text is empty; name a place" in result.err
+    assert own_cache.read_bytes() == before and os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.parametrize(
+    "command", ["tune --preset tiny --bud 3", "show --all", "cache prune --lose", "replay --lea 3"]
+)
+def test_an_abbreviated_option_is_unknown(run: Run, command: str) -> None:
+    result = run(*command.split())
+    assert (result.code, result.out) == (2, "") and "unrecognized arguments: --" in result.err
+
+
 def test_debug_shows_the_traceback(run: Run) -> None:
     result = run("shapes", "--preset", "qwen9", "--debug")
     assert result.code == 2 and "Traceback" in result.err and "UsageError" in result.err
