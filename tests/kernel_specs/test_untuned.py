@@ -33,6 +33,7 @@ def modules_of(spec: KernelSpec) -> set[str]:
 
 
 def test_a_changed_choice_changes_no_digest_and_a_changed_rule_or_body_its_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")  # which one of the bodies imports
     for folder in ("dmuon_tune", "kernel_specs", "cache", "runtime"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
