@@ -108,7 +108,9 @@ def _open_server(url: URL, read_only: bool, timeout_s: float) -> Engine:
     try:
         engine = create_engine(url, pool_pre_ping=True, connect_args=options)
     except (ImportError, NoSuchModuleError) as error:
-        raise CacheError(f"no driver for {describe(url)}: {error}; install dmuon-tune[postgres]") from error
+        raise CacheError(
+            f"no driver for {describe(url)}: {error}; install dmuon-tune[postgres] and write {DRIVER}://…"
+        ) from error
 
     settings = {**SESSION, "lock_timeout": max(1, round(1000 * timeout_s))}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pwd
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,7 +33,24 @@ def user_cache_path(environ: Mapping[str, str] = os.environ) -> Path:
     home = environ.get("HOME") or _home_of_password_database()
     if home:
         return Path(home).absolute() / ".cache" / FOLDER_NAME / FILE_NAME
-    return Path(environ.get("TMPDIR") or "/tmp").absolute() / f"{FOLDER_NAME}-{os.getuid()}" / FILE_NAME
+    return _folder_among_others(Path(environ.get("TMPDIR") or "/tmp").absolute()) / FILE_NAME
+
+
+def _folder_among_others(parent: Path) -> Path:
+    """This user's folder where everybody may make folders: of the next name where someone else has made that one, who
+    could have put anything there, compiled code too."""
+    name = f"{FOLDER_NAME}-{os.getuid()}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(folder for folder in map(parent.joinpath, names) if _is_free_or_own(folder))
+
+
+def _is_free_or_own(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return True
+    writable_by_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not writable_by_others
 
 
 def _home_of_password_database() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,53 @@ def test_the_users_cache_named_twice_is_one_live_layer(tmp_path: Path, key: Tuni
 )
 def test_the_users_path_follows_the_environment(environ: dict[str, str], expected: str) -> None:
     assert user_cache_path(environ) == Path(expected)
+
+
+def homeless(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, str]:
+    """The environment of a user without HOME and passwd entry, whose temporary folder this is."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    return {"TMPDIR": str(folder)}
+
+
+def a_link(folder: Path) -> None:
+    folder.symlink_to(folder.parent)
+
+
+def open_to_all(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def a_file(folder: Path) -> None:
+    folder.write_text("")
+
+
+def of_another_user(folder: Path) -> None:
+    folder.mkdir()
+    try:
+        os.chown(folder, 4242, 4242)
+    except PermissionError:
+        pytest.skip("only root can make another user's folder")
+
+
+@pytest.mark.parametrize("take", [a_link, open_to_all, a_file, of_another_user])
+def test_no_cache_is_read_from_a_temporary_folder_of_someone_else(
+    take: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = homeless(monkeypatch, tmp_path)
+    name = f"dmuon-tune-{os.getuid()}"
+    assert user_cache_path(environ) == tmp_path / name / "cache.sqlite"
+    take(tmp_path / name)
+    assert user_cache_path(environ) == tmp_path / f"{name}-2" / "cache.sqlite"
+    for _ in range(2):  # the same when it is there
+        with Store.open_user(environ=environ) as store:
+            assert store.where == str(tmp_path / f"{name}-2" / "cache.sqlite")
+    take(tmp_path / f"{name}-3")
+    assert user_cache_path(environ) == tmp_path / f"{name}-2" / "cache.sqlite"
 
 
 def test_the_sites_paths_follow_the_environment() -> None:
