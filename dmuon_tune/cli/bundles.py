@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -258,6 +258,8 @@ def _prune(args: argparse.Namespace) -> int:
     gone = before.artefact_ids - left.artefact_ids
     stale_of = once_each() if args.stale else lambda key: None  # those of a chain's ends are of no result
     orphans = [each for each in folder.all() if each.id in gone or stale_of(each.key)]
+    others = _of_neighbours(folder, place) if orphans else frozenset()
+    orphans = [each for each in orphans if each.id not in others]
     for artefact in orphans if not args.dry_run else ():
         folder.remove(artefact)
     counts = _counts(left)
@@ -268,6 +270,19 @@ def _prune(args: argparse.Namespace) -> int:
         said = "would be deleted" if args.dry_run else "deleted"
         say(table(["", *deleted], [[said, *deleted.values()], ["left", *counts.values(), None]]))
     return 0
+
+
+def _of_neighbours(folder: ArtefactStore, place: str) -> frozenset[str]:
+    """The compiled kernels of what other caches hold whose files lie beside the same folder."""
+    from dmuon_tune.cache import Store, contents_of
+
+    found = frozenset[str]()
+    for path in folder.folder.parent.glob("*.sqlite"):
+        if os.path.exists(place) and os.path.samefile(path, place):
+            continue
+        with suppress(CacheError), Store.open(path, read_only=True) as store:
+            found |= contents_of(store).artefact_ids
+    return found
 
 
 def _wanted(args: argparse.Namespace, contents: Contents) -> Callable[[Trial], bool]:

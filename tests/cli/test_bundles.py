@@ -210,6 +210,28 @@ def test_pruning_deletes_what_no_longer_serves(own_cache: Path, run: Run) -> Non
     assert run("cache", "prune", "--losers").code == 0
 
 
+def test_prune_leaves_the_compiled_kernels_of_a_cache_beside(own_cache: Path, run: Run) -> None:
+    """Caches of one folder, and servers, share the folder of artefacts."""
+    beside = own_cache.with_name("other.sqlite")
+    for path in (tuned(own_cache), tuned(beside)):
+        with Store.open(path) as store:
+            loser = Measurement.from_samples([99.0 if path == own_cache else 1.0], 1e-6, {})
+            store.record(key_of(PROBLEMS[1]), {"entry": "baddbmm"}, loser, {})
+    (own_cache.parent / "damaged.sqlite").write_text("no cache")
+    folder = ArtefactStore.beside(own_cache)
+    folder.add(key_of(PROBLEMS[1]), {"entry": "baddbmm"}, PortableCode("any", b"of the other's winner", {}))
+    done = run("cache", "prune", "--losers", "--format", "json")
+    assert done.code == 0 and done.json["deleted"] == {
+        "results": 1, "winners": 0, "recipes": 0, "chains": 0, "artefacts": 0,
+    }
+    assert len(folder.all()) == 2
+    beside.unlink()
+    with Store.open(own_cache) as store:
+        store.record(key_of(PROBLEMS[1]), {"entry": "baddbmm"}, Measurement.from_samples([99.0], 1e-6, {}), {})
+    assert run("cache", "prune", "--losers", "--format", "json").json["deleted"]["artefacts"] == 1
+    assert [each.key for each in folder.all()] == [key_of(PROBLEMS[0])]
+
+
 def test_verify_checks_and_times_what_is_of_this_device(own_cache: Path, tmp_path: Path, run: Run) -> None:
     tuned(own_cache, 1e9)
     with Store.open(own_cache) as store:
