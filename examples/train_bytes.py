@@ -126,9 +126,9 @@ def compare(args: argparse.Namespace) -> dict[str, object]:
             print(f"{found.optimizer}'s best rate is at the edge of its sweep; widen it")
         return found
 
-    by_adamw = [trained("AdamW", rate, adamw(rate)) for rate in rates(args.adamw_rates)]
+    by_adamw = [trained("AdamW", rate, adamw(rate)) for rate in args.adamw_rates]
     theirs = best(by_adamw)
-    by_muon = [trained("Muon", rate, muon(rate, theirs.rate, args.width)) for rate in rates(args.muon_rates)]
+    by_muon = [trained("Muon", rate, muon(rate, theirs.rate, args.width)) for rate in args.muon_rates]
     ours = best(by_muon)
     make = muon(ours.rate, theirs.rate, args.width)
     again, shorter = trained("Muon", ours.rate, make), trained("Muon", ours.rate, make, round(SHORTER * args.steps))
@@ -157,8 +157,8 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--adamw-rates", default=ADAMW_RATES, help=f"default: {ADAMW_RATES}")
-    parser.add_argument("--muon-rates", default=MUON_RATES, help=f"default: {MUON_RATES}")
+    parser.add_argument("--adamw-rates", type=rates, default=ADAMW_RATES, help=f"default: {ADAMW_RATES}")
+    parser.add_argument("--muon-rates", type=rates, default=MUON_RATES, help=f"default: {MUON_RATES}")
     parser.add_argument("--json", type=Path, help="write every loss here")
     args = parser.parse_args()
     if min(getattr(args, name) for name in sizes) < 1 or args.width % args.heads:
