@@ -6,11 +6,12 @@ if __name__ == "cache":
     raise ImportError("import dmuon_tune.cache, not cache")
 
 from .artefacts import Artefact, ArtefactError, ArtefactStore
-from .bundle import database_bytes, is_bundle, opened_bundle, take_artefacts, write_bundle
+from .bundle import database_bytes, opened_bundle, take_artefacts, write_bundle
 from .chains import ChainKey, ChainTrial
 from .checked import Checked
 from .claims import Claims
 from .contents import Contents, contents_of, keep, retain
+from .database import is_bundle
 from .key import TuningKey
 from .layers import LayerDescription, Layers, packaged_cache
 from .merging import Conflict, conflicts, differences, gains, merged

@@ -19,13 +19,13 @@ from dmuon_tune.portable import PortableCode
 
 from .artefacts import CODE_SUFFIX, FOLDER_NAME, RECORD_SUFFIX, Artefact, ArtefactStore
 from .contents import Contents, keep
+from .database import is_bundle
 from .paths import FILE_NAME
 from .scratch import scratch_folder, told_of_scratch
 from .store import Store
 
 FORMAT = 1
 MANIFEST = "bundle.json"
-TAR_MAGIC = (257, b"ustar")  # POSIX.1-1988: at this offset of the first header
 PAGE_BYTES = 4096
 # SQLite's file header (sqlite.org/fileformat2.html, 1.3): place → what it counts of the writer, not of the contents.
 CHANGES, VALID_FOR, LIBRARY_VERSION = 24, 92, 96
@@ -38,16 +38,6 @@ class Bundle:
 
     database: Path
     artefacts: ArtefactStore
-
-
-def is_bundle(path: str | Path) -> bool:
-    """Whether this is a tar file, as a bundle is."""
-    place, magic = TAR_MAGIC
-    try:
-        with open(path, "rb") as file:
-            return file.read(place + len(magic))[place:] == magic
-    except OSError:
-        return False
 
 
 def write_bundle(

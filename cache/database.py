@@ -26,6 +26,7 @@ DEFAULT_BUSY_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 0.02
 URL_ADVICE = "write postgresql+psycopg://user:password@host/name, special characters of the password as %XX"
 DRIVER = "postgresql+psycopg"
+TAR_MAGIC = (257, b"ustar")  # POSIX.1-1988: at this offset of the first header
 CONNECTION = {"keepalives_idle": 10, "tcp_user_timeout": 30000}  # libpq: s, ms until a silent server counts as gone
 SESSION = {  # s, s, count, ms until the server ends what a dead machine or a suspended process has begun
     "tcp_keepalives_idle": 3, "tcp_keepalives_interval": 1, "tcp_keepalives_count": 3,
@@ -222,6 +223,16 @@ def readable(engine: Engine, where: str) -> Engine:
     return copy
 
 
+def is_bundle(path: str | Path) -> bool:
+    """Whether this is a tar file, as a bundle is."""
+    place, magic = TAR_MAGIC
+    try:
+        with open(path, "rb") as file:
+            return file.read(place + len(magic))[place:] == magic
+    except OSError:
+        return False
+
+
 def rest(engine: Engine) -> None:
     """Fold the log back into the file when nobody else has it open, so that a reader needs no side files."""
     try:
@@ -272,6 +283,10 @@ def _locked(where: str) -> LockedCacheError:
 def _translate_sqlite(code: int, reason: str, where: str) -> CacheError:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return _locked(where)
+    if code == sqlite3.SQLITE_NOTADB and is_bundle(where):
+        return CorruptCacheError(
+            f"{where} is a bundle, not a cache; take it with 'dmuon-tune cache import', or unpack it, a tar file"
+        )
     if code == sqlite3.SQLITE_NOTADB:
         return CorruptCacheError(f"{where} is not an SQLite file, so not a cache; name another file or move it away")
     if code == sqlite3.SQLITE_CORRUPT:

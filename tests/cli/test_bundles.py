@@ -210,6 +210,19 @@ def test_pruning_deletes_what_no_longer_serves(own_cache: Path, run: Run) -> Non
     assert run("cache", "prune", "--losers").code == 0
 
 
+@pytest.mark.parametrize("command", [
+    "list", "show", "prune --losers", "build", "tune --preset tiny --device cpu", "import {}", "explain --preset tiny",
+])
+def test_a_bundle_in_a_caches_place_is_named_as_one(own_cache: Path, tmp_path: Path, run: Run, command: str) -> None:
+    bundle = str(tmp_path / "x.bundle")
+    assert run("cache", "export", bundle, "--cache", str(tuned(own_cache))).code == 0
+    words = command.format(bundle).split()
+    of_caches = words[0] in ("list", "prune", "build", "import")
+    done = run(*(["cache"] if of_caches else []), *words, "--cache", bundle)
+    assert (done.code, done.out, done.err.count("\n")) == (4, "", 1)
+    assert f"{bundle} is a bundle, not a cache; take it with 'dmuon-tune cache import'" in done.err
+
+
 def test_prune_leaves_the_compiled_kernels_of_a_cache_beside(own_cache: Path, run: Run) -> None:
     """Caches of one folder, and servers, share the folder of artefacts."""
     beside = own_cache.with_name("other.sqlite")
