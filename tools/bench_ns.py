@@ -246,7 +246,8 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found | {"cuda": torch.version.cuda or "", "driver": driver_version()}
+    # A package's metadata has no "+cu130".
+    return found | {"torch": torch.__version__, "cuda": torch.version.cuda or "", "driver": driver_version()}
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
