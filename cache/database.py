@@ -294,7 +294,7 @@ def _translate_sqlite(code: int, reason: str, where: str) -> CacheError:
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return CacheError(
             f"cache {where} is read-only or cannot be opened ({reason}); "
-            f"set {CACHE_DIR_VARIABLE} to a writable folder"
+            f"set {CACHE_DIR_VARIABLE} to a writable folder, or let --cache name a file in one"
         )
     if code == sqlite3.SQLITE_FULL:
         return CacheError(f"no space left for cache {where}; free some and run again: what was measured is kept")
