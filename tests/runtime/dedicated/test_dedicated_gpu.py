@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dmuon_tune.runtime import Muon, clip_grad_norm_, dedicate, no_sync
-from dmuon_tune.runtime.distributed.pieces import local_of
-from dmuon_tune.runtime.distributed.whole import is_elsewhere, whole_of
+from dmuon_tune.runtime.distributed.whole import whole_of
 
 from ..reference import gaussian
+from .stack import clip_by_last_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 STEPS, WIDTH, ROWS, LR = 10, 256, 512, 0.02
@@ -115,12 +114,7 @@ def trained(model: Model, rank: int, size: int, way: str = "plain") -> dict[str,
         if way == "clipped":
             clip_grad_norm_(model, MAX_NORM)
         if way == "alone, by last":
-            norm = clip_grad_norm_(optimizer, math.inf)
-            factor = (MAX_NORM / ((norm if optimizer.grad_norm is None else optimizer.grad_norm) + 1e-6)).clamp(max=1.0)
-            for p in model.parameters():
-                if not is_elsewhere(p):
-                    local_of(p.grad).mul_(factor)
-            optimizer.grad_norm = norm
+            clip_by_last_norm(optimizer, MAX_NORM)
         if way == "early, undone" and step % 2:
             for whole, p in ((whole_of(p), p) for p in model.parameters()):
                 if whole is not None and whole.is_here:
