@@ -76,13 +76,13 @@ def write_bundle(
             beside.unlink(missing_ok=True)
 
 
-def take_artefacts(into: ArtefactStore, source: ArtefactStore) -> int:
-    """Copy what ``into`` does not have; returns how many artefacts that were."""
+def take_artefacts(into: ArtefactStore, artefacts: Iterable[tuple[ArtefactStore, Artefact]]) -> int:
+    """Copy what ``into`` does not have, each from the folder it lies in; returns how many artefacts that were."""
     taken = 0
-    for artefact in source.all():
+    for store, artefact in artefacts:
         known = into.find(artefact.key.sha256, artefact.config)
         if known is None or known.sha256 != artefact.sha256:
-            code = PortableCode(artefact.format, source.read(artefact), artefact.launch)
+            code = PortableCode(artefact.format, store.read(artefact), artefact.launch)
             into.add(artefact.key, artefact.config, code)
             taken += 1
     return taken

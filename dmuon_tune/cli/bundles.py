@@ -31,8 +31,10 @@ class Source:
 
     @property
     def compiled(self) -> list[tuple[ArtefactStore, Artefact]]:
-        """Every artefact, with the folder it lies in."""
-        return [(self.artefacts, artefact) for artefact in self.artefacts.all()]
+        """Every artefact, with the folder it lies in; of what other caches beside that folder hold alone, none."""
+        foreign = frozenset[str]() if self.is_bundle else _of_neighbours(self.artefacts, self.where)
+        foreign -= self.contents.artefact_ids
+        return [(self.artefacts, artefact) for artefact in self.artefacts.all() if artefact.id not in foreign]
 
 
 def register(actions: Any) -> None:
@@ -174,7 +176,7 @@ def _import(args: argparse.Namespace) -> int:
             keep(store, new_or_better)
             where = store.where
         ours = ArtefactStore.beside(args.cache or where)
-        compiled = take_artefacts(ours, source.artefacts)
+        compiled = take_artefacts(ours, source.compiled)
     found = {**_counts(taken[-1]), "artefacts": compiled, "unchanged": len(arriving.results) - len(taken[-1].results)}
     if args.format == "json":
         print_json({**found, "cache": where})

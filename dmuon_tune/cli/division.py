@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from dmuon_tune.runtime.ownership import Work
 
 
+MAX_WORLD_SIZE = 2**17  # owners; more than any machine has GPUs, and a plan for them takes seconds
+
+
 def add_options(group: Any, needed: bool) -> None:
     """``--world-size``, which may be ``needed``, and how matrices travel between ranks."""
     group.add_argument(
-        "--world-size", type=options.positive, required=needed, metavar="N",
+        "--world-size", type=_world_size, required=needed, metavar="N",
         help="ranks, all owners" if needed else "tune the batches that owners of so many ranks run, as 'plan' divides "
         "the model by what the caches know now (default: those of one process)",
     )
@@ -39,6 +42,13 @@ def add_options(group: Any, needed: bool) -> None:
     group.add_argument(
         "--momentum-dtype", type=options.dtype, metavar="DTYPE", help="default: the parameters'",
     )
+
+
+def _world_size(text: str) -> int:
+    size = options.positive(text)
+    if size > MAX_WORLD_SIZE:
+        raise argparse.ArgumentTypeError(f"{size} ranks are more than {MAX_WORLD_SIZE}")
+    return size
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dmuon_tune.errors import DmuonTuneError
+from dmuon_tune.errors import DmuonTuneError, UsageError
 from dmuon_tune.words import table as table
 
 
@@ -102,7 +102,8 @@ class LogLines(logging.Handler):
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """All of it or nothing: a file that there was stays until the new one is complete."""
+    """All of it or nothing: a file that there was stays until the new one is complete. UsageError where it cannot be
+    written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
@@ -115,4 +116,4 @@ def write_file(path: Path, content: bytes) -> None:
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
-        raise DmuonTuneError(f"cannot write {path}: {error.strerror or error}; name another place") from error
+        raise UsageError(f"cannot write {path}: {error.strerror or error}; name another place") from error

@@ -245,6 +245,28 @@ def test_prune_leaves_the_compiled_kernels_of_a_cache_beside(own_cache: Path, ru
     assert [each.key for each in folder.all()] == [key_of(PROBLEMS[0])]
 
 
+@pytest.mark.parametrize("by", ["export", "import"])
+def test_the_compiled_kernels_of_a_cache_beside_stay_there(
+    own_cache: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    tuned(own_cache)
+    with Store.open(own_cache.with_name("other.sqlite")) as store:
+        store.record(key_of(PROBLEMS[1]), {"entry": "other"}, Measurement.from_samples([1.0], 1e-6, {}), {})
+    folder, end = ArtefactStore.beside(own_cache), replace(key_of(PROBLEMS[0]), kernel="end.library")
+    for key, config in ((key_of(PROBLEMS[1]), {"entry": "other"}), (end, {"of": "an end"})):
+        folder.add(key, config, PortableCode("any", b"code", {}))
+    if by == "export":
+        own_cache = tmp_path / "one.bundle"
+        assert run("cache", "export", str(own_cache)).code == 0
+    else:
+        monkeypatch.setenv("DMUON_TUNE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    taken = run("cache", "import", str(own_cache), "--cache", str(tmp_path / "new" / "c.sqlite"), "--format", "json")
+    assert taken.json["artefacts"] == 2
+    assert {each.key for each in ArtefactStore.beside(tmp_path / "new" / "c.sqlite").all()} == {
+        key_of(PROBLEMS[0]), end
+    }
+
+
 def test_verify_checks_and_times_what_is_of_this_device(own_cache: Path, tmp_path: Path, run: Run) -> None:
     tuned(own_cache, 1e9)
     with Store.open(own_cache) as store:

@@ -57,6 +57,7 @@ def spawn(*command: str) -> subprocess.CompletedProcess[str]:
         (("tune", "--preset", "tiny", "--backends", "mojo"), 2, "unknown backend 'mojo'; choose among"),
         (("tune", "--preset", "tiny", "--device", "tpu", "--dry-run"), 2, "unknown device 'tpu'"),
         (("tune", "--preset", "tiny", "--device", "cpu:1", "--dry-run"), 2, "device 'cpu:1' asked"),
+        (("plan", "--preset", "tiny", "--world-size", "131073"), 2, "131073 ranks are more than 131072"),
         (("cache",), 2, "required: ACTION"),
         (("cache", "list", "--cache", "nowhere.sqlite"), 4, "nowhere.sqlite"),
     ],

@@ -201,7 +201,7 @@ def test_what_cannot_be_written_is_one_line_and_the_old_report_stays(
     (tmp_path / "file").write_text("kept")
     for place in (("--out", "folder"), ("--png", "file"), ("--out", "file/report.html")):
         result = report(*CPU, *place)
-        assert (result.code, result.out) == (1, "") and result.err.startswith("dmuon-tune: error: cannot write ")
+        assert (result.code, result.out) == (2, "") and result.err.startswith("dmuon-tune: error: cannot write ")
         assert result.err.count("\n") == 1
     assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "report.html").exists()
 
