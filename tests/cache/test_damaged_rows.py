@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -15,6 +16,8 @@ from dmuon_tune.cache import ChainKey, Layers, Store, TuningKey, contents_of
 from dmuon_tune.errors import CacheError
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.recipe import Group, Pick, Recipe
+
+from .conftest import KEY
 
 Ok = Callable[..., Measurement]
 GROUP = Group(8, 2048, 5464)
@@ -38,18 +41,24 @@ DAMAGES = [
 ]
 
 
-@pytest.fixture
-def filled(key: TuningKey, ok: Ok, tmp_path: Path) -> Path:
-    path = tmp_path / "cache.sqlite"
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound") / "cache.sqlite"
     config = {"tile_m": 1}
     recipe = Recipe(
-        GROUP, "gram", "float16", picks=(Pick(key.problem, key.kernel, config, key.sha256),), batch_costs=((4, 2.0),)
+        GROUP, "gram", "float16", picks=(Pick(KEY.problem, KEY.kernel, config, KEY.sha256),), batch_costs=((4, 2.0),)
     )
     with Store.open(path) as store:
-        store.record(key, config, ok(1.0), {"date": "2026-11-30"})
-        store.put_recipe(key.device, recipe)
-        store.record_chain(ChainKey(recipe, "ef" * 32, key.device), ok(3.0), {})
+        store.record(KEY, config, Measurement.from_samples([1.0], 1e-3, {}), {"date": "2026-11-30"})
+        store.put_recipe(KEY.device, recipe)
+        store.record_chain(ChainKey(recipe, "ef" * 32, KEY.device), Measurement.from_samples([3.0], 1e-3, {}), {})
     return path
+
+
+@pytest.fixture
+def filled(sound: Path, tmp_path: Path) -> Path:
+    """A copy for this test."""
+    return Path(shutil.copy(sound, tmp_path))
 
 
 def damage(path: Path, table: str, column: str, value: Any) -> None:
