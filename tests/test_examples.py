@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,22 @@ import pytest
 from dmuon_tune.matrices import select
 from dmuon_tune.models import presets
 
+from . import forked
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def example(*command: str, cache_dir: Path) -> list[str]:
-    environ = {**os.environ, "DMUON_TUNE_CACHE_DIR": str(cache_dir), "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=cache_dir, env=environ, capture_output=True, text=True, timeout=240, check=False
-    )
+def environ(cache_dir: Path) -> dict[str, str]:
+    return {**os.environ, "DMUON_TUNE_CACHE_DIR": str(cache_dir), "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+
+
+def lines_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def example(*command: str, cache_dir: Path) -> list[str]:
+    return lines_of(forked.run(*command, environ=environ(cache_dir), folder=cache_dir))
 
 
 def test_the_model_is_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +70,11 @@ def test_the_comparison_on_bytes_sweeps_both_and_repeats(tmp_path: Path) -> None
 def test_a_dedicated_run_of_two_ranks_goes_on_sharded_with_one(tmp_path: Path) -> None:
     sizes = [word for name, size in (SMALL | {"steps": 0}).items() for word in (f"--{name}", str(size))]
     program = [str(ROOT / "examples/train_fsdp2.py"), *sizes, "--checkpoints", str(tmp_path / "run"), "--steps"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    losses = []
-    for ranks, steps, how in ((2, 4, ("--dedicated",)), (1, 6, ())):
-        lines = example(*launcher, str(ranks), *program, str(steps), *how, cache_dir=tmp_path)
-        losses += [line.split()[1::2] for line in lines if line.startswith("step")]
+    settings = {"environ": environ(tmp_path), "folder": tmp_path}
+    first, _ = forked.run_ranks(2, *program, "4", "--dedicated", **settings)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    second = forked.run(*launcher, *program, "6", **settings)
+    lines = lines_of(first) + lines_of(second)
+    losses = [line.split()[1::2] for line in lines if line.startswith("step")]
     assert [int(step) for step, _ in losses] == [1, 2, 3, 4, 5, 6]
     assert float(losses[-1][1]) < float(losses[3][1]) < float(losses[0][1])

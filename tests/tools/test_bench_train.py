@@ -21,6 +21,7 @@ from torch.nn import functional
 from dmuon_tune.coefficients import coefficient_set
 from dmuon_tune.models import presets
 
+from .. import forked
 from ..runtime.distributed.world import Worlds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,14 +46,27 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield _bench_model
 
 
+def environ(tmp_path: Path) -> dict[str, str]:
+    """With caches of its own."""
+    return {**os.environ, "DMUON_TUNE_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1"}
+
+
 def start(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The program on two ranks, with caches of its own."""
+    """The program on two ranks, the first of which tells."""
+    program = str(TOOLS / "bench_train.py")
+    done, other = forked.run_ranks(2, program, *TINY, *arguments, environ=environ(tmp_path), folder=tmp_path)
+    assert other.returncode == done.returncode and other.stdout == ""
+    return done
+
+
+def start_by_torchrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                str(TOOLS / "bench_train.py"), *TINY, *arguments]
-    environ = {**os.environ, "DMUON_TUNE_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT),
-               "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environ) as running:
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=environ(tmp_path)
+    ) as running:
         try:
             out, err = running.communicate(timeout=200)
         except BaseException:
@@ -117,7 +131,7 @@ def test_passes_go_forward_and_backward_and_figures_are_their_medians(tmp_path: 
 
 def test_a_rank_that_fails_says_why_and_ends_the_run(tmp_path: Path) -> None:
     """The first rank alone writes, so the other one is at work when it finds that it cannot."""
-    done = start(tmp_path, "--json", "none/out.json", "--variants", "adamw")
+    done = start_by_torchrun(tmp_path, "--json", "none/out.json", "--variants", "adamw")
     ours = [line for line in done.stderr.splitlines() if line.startswith("bench_train")]
     assert done.returncode == 1 and done.stdout == ""
     assert ours == ["bench_train: rank 0: error: --json none/out.json: name a file in an existing folder that can be "

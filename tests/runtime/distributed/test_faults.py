@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from torch.distributed import TCPStore
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from ... import forked
 from .cases import Held, Steps, alone, assert_equal
 from .layouts import held
 from .test_resume import load, start, step
-from .world import ROOT, Worlds
+from .world import Worlds
 
 KEPT = 2  # steps that the checkpoint has seen; rank 1's fault comes before the next
 PLAN = Steps(steps=KEPT, options={"timeout": 20.0})
@@ -147,20 +145,10 @@ for step in range(4):
 def ended(folder: Path, timeout_s: float, fault: str, *computes: str) -> list[tuple[int, str]]:
     """Exit code and last line of each of two ranks that run the script; ``fault`` is what rank 1 does between steps,
     which have a forward and a backward where it ``computes``."""
-    (folder / "train.py").write_text(SCRIPT)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent keeps one
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, folder / "train.py", str(timeout_s), fault, *computes]
-    ranks = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
-                         env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120)[1].strip().rpartition("\n")[2] for process in ranks]
-    return [(process.returncode, last) for process, last in zip(ranks, said, strict=True)]
+    program = folder / "train.py"
+    program.write_text(SCRIPT)
+    ranks = forked.run_ranks(2, str(program), str(timeout_s), fault, *computes, environ=os.environ, folder=folder)
+    return [(rank.returncode, rank.stderr.strip().rpartition("\n")[2]) for rank in ranks]
 
 
 def test_a_script_that_raises_between_steps_tells_the_others_why(tmp_path: Path) -> None:

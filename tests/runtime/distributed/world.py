@@ -20,16 +20,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-PRELOADED = [  # the compiler because optimizers and DTensors import it at their first use
-    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-    "torch._dynamo", "torch._inductor.utils", "dmuon_tune.runtime.distributed.gather",
-    *(f"dmuon_tune.kernel_specs.{path.stem}" for path in sorted((ROOT / "kernel_specs").glob("[a-z]*.py"))),
-]
+from ... import forked
+
 VARIABLES = "DMUON_TUNE_"  # those of the caller hold for a case
 TIMEOUT_S = 60.0  # of a case, until its ranks are asked for their stacks and killed
 GRACE_S = 5.0  # that the others have when one rank has failed, if the case is to succeed
@@ -125,10 +121,7 @@ class World:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        if str(ROOT) not in sys.path:
-            sys.path.insert(0, str(ROOT))  # the children's, too: they import the cases' modules
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forked.context()
         self._scratch = tempfile.TemporaryDirectory(prefix="dmuon-tune-world-")
         self._folder = Path(self._scratch.name)
         # Here, as under torchrun, not on rank 0: any rank may die. The system chooses a free port.

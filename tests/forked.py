@@ -1,0 +1,145 @@
+"""Programs in processes forked from one that has imported PyTorch: as ``python ...`` runs them, but seconds sooner.
+
+What a program reads of its environment while PyTorch or this package is imported was read before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+PRELOADED = [  # the compiler because optimizers and DTensors import it at their first use
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
+    "torch._dynamo", "torch._inductor.utils", "dmuon_tune.runtime.distributed.gather", "dmuon_tune.search",
+    *(f"dmuon_tune.kernel_specs.{path.stem}" for path in sorted((ROOT / "kernel_specs").glob("[a-z]*.py"))),
+]
+
+
+def context() -> ForkServerContext:
+    """Its processes are forked from one that has imported PyTorch, and import what this one can."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    found = get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    return found
+
+
+class Program:
+    """``python *command``, running in ``folder`` with ``environ`` alone."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
+        self.command = list(command)
+        self._streams = tempfile.TemporaryDirectory(prefix="dmuon-tune-program-")
+        self._out, self._err = (Path(self._streams.name, name) for name in ("out", "err"))
+        places = tuple(map(str, (folder, self._out, self._err)))
+        self._process = context().Process(target=_become, args=(self.command, dict(environ), *places))
+        self._process.start()
+
+    def ended(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """How it has ended; TimeoutExpired, with what it has printed, where it has not."""
+        self._process.join(timeout_s)
+        code = self._process.exitcode
+        out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
+        if code is None:
+            raise subprocess.TimeoutExpired(self.command, timeout_s, out, err)
+        return subprocess.CompletedProcess(self.command, code, out, err)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join(10)
+        self._streams.cleanup()
+
+
+def run(
+    *command: str, environ: Mapping[str, str], folder: Path, timeout_s: float = 200
+) -> subprocess.CompletedProcess[str]:
+    """How ``python *command`` ends."""
+    (done,) = run_all([command], [environ], folder, timeout_s)
+    return done
+
+
+def run_ranks(
+    size: int, *command: str, environ: Mapping[str, str], folder: Path, timeout_s: float = 200
+) -> list[subprocess.CompletedProcess[str]]:
+    """How each of ``size`` ranks ends, in the environment that torchrun gives to them."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent keeps one
+    shared = {
+        **environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    every = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return run_all([command] * size, every, folder, timeout_s)
+
+
+def run_all(
+    commands: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], folder: Path, timeout_s: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """How several end that run side by side."""
+    programs, deadline = list[Program](), time.monotonic() + timeout_s
+    try:
+        for command, environ in zip(commands, environs, strict=True):
+            programs.append(Program(command, environ, folder))
+        return [program.ended(max(0.0, deadline - time.monotonic())) for program in programs]
+    finally:
+        for program in programs:
+            program.close()
+
+
+def _become(command: list[str], environ: dict[str, str], folder: str, out: str, err: str) -> None:
+    """What the interpreter does with its command line, to its exit code."""
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(folder)
+    sys.path[:0] = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    code = _run(command)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
+def _run(command: list[str]) -> int:
+    kind, *rest = command
+    sys.argv = rest if kind in ("-m", "-c") else command
+    try:
+        if kind == "-m":
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        else:
+            sys.path.insert(0, str(Path(kind).parent))
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
