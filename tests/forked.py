@@ -48,6 +48,10 @@ class Program:
         self._process = context().Process(target=_become, args=(self.command, dict(environ), *places))
         self._process.start()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
     def ended(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """How it has ended; TimeoutExpired, with what it has printed, where it has not."""
         self._process.join(timeout_s)
@@ -58,6 +62,7 @@ class Program:
         return subprocess.CompletedProcess(self.command, code, out, err)
 
     def close(self) -> None:
+        """Kill it where it has not ended."""
         self._process.kill()
         self._process.join(10)
         self._streams.cleanup()

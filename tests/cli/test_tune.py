@@ -29,6 +29,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
 from dmuon_tune.search.options import ProblemReport, TuneReport
 
+from .. import forked
 from .conftest import Result, Run
 
 pytestmark = pytest.mark.usefixtures("lasting_workers")
@@ -316,7 +317,7 @@ def test_without_a_compiler_doctor_and_tune_say_what_to_install(run: Run, monkey
         assert command[0] == "tune" or "arch" in result.out
 
 
-def test_ctrl_c_keeps_what_was_measured(own_cache: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured(own_cache: Path, tmp_path: Path) -> None:
     shapes = ",".join(f"2x8x{24 + extra}" for extra in range(6))  # 13 products: far from done when interrupted
     command = [
         sys.executable, "-m", "dmuon_tune", "tune", "--shapes", shapes, "--device", "cpu", "--backends", "library",
@@ -337,5 +338,5 @@ def test_ctrl_c_keeps_what_was_measured(own_cache: Path) -> None:
         kept = store.counts()["ok"]
     assert 1 <= kept < 13
     command += ["--budget", "1s"]  # enough to take up what is kept
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
-    assert json.loads(done.stdout)["reused"] == kept
+    done = forked.run(*command[1:], environ=environment, folder=tmp_path)
+    assert done.returncode == 0 and json.loads(done.stdout)["reused"] == kept

@@ -25,6 +25,8 @@ from dmuon_tune.kernel_specs._tilelang import TileConfig, apply_shape, smem_byte
 from dmuon_tune.measure.build import compile_kernel
 from dmuon_tune.problem import Problem
 
+from .. import forked
+
 pytest.importorskip("tilelang")
 
 H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 50 * 2**20, 140 * 2**30)
@@ -293,9 +295,9 @@ def test_a_kernel_from_the_disk_cache_is_as_good_as_a_fresh_one(
     asked, spec = Problem("apply", 1, 128, 128, 128), KERNELS["apply"]
     fresh = compile_kernel(spec, asked, spec.untuned(asked, H200), H200)
     kept = set(tmp_path.rglob("*"))
-    cached = subprocess.run(
-        [sys.executable, "-c", CACHED, json.dumps(H200.to_dict()), json.dumps(asked.to_dict())],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=False,
+    cached = forked.run(
+        "-c", CACHED, json.dumps(H200.to_dict()), json.dumps(asked.to_dict()),
+        environ=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, folder=tmp_path.parent,
     )
     assert cached.returncode == 0, cached.stderr
     assert callable(fresh.launch) and set(tmp_path.rglob("*")) == kept != set()

@@ -37,6 +37,8 @@ from dmuon_tune.search.recipes import Tuned as TunedProduct
 from dmuon_tune.search.shares import chains_share_s, races_share_s
 from dmuon_tune.space import config_json
 
+from .. import forked
+
 pytestmark = pytest.mark.usefixtures("lasting_workers")
 
 GROUPS = [Group(1, 8, 24)]
@@ -400,18 +402,16 @@ def test_a_killed_run_is_continued_without_repeating(
 ) -> None:
     monkeypatch.setenv(EXTRA_MODULES_VARIABLE, "bad_slow,bad_values")
     path = tmp_path / "cache.sqlite"
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    process = subprocess.Popen([sys.executable, "-c", TUNE_SLOWLY, str(path)], env=environment)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = forked.Program(("-c", TUNE_SLOWLY, str(path)), environment, tmp_path)
     deadline = time.monotonic() + 60
     done: set[tuple[Problem, str, str]] = set()
-    while len(done) < 3 and time.monotonic() < deadline and process.poll() is None:
+    while len(done) < 3 and time.monotonic() < deadline and program.is_alive:
         time.sleep(0.3)
         if path.exists():
             with Store.open(path) as store:
                 done = finished_trials(store)
-    process.kill()
-    process.wait()
+    program.close()
     with Store.open(path) as store:
         done = finished_trials(store)
         assert len(done) >= 3

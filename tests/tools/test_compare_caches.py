@@ -19,6 +19,8 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group, Recipe
 
+from .. import forked
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
 SPEC, DEVICE = kernel("gram.tilelang"), fingerprint("cpu")
@@ -53,11 +55,9 @@ def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
-def test_as_a_program_its_error_is_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / "compare_caches.py"), "nowhere.sqlite", "x"], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+def test_as_a_program_its_error_is_one_line(tmp_path: Path) -> None:
+    program = (str(TOOLS / "compare_caches.py"), "nowhere.sqlite", "x")
+    done = forked.run(*program, environ={**os.environ, "PYTHONPATH": str(ROOT)}, folder=tmp_path)
     assert done.returncode == 4 and done.stderr.startswith("compare_caches: error: no cache at")
     assert done.stdout == "" and done.stderr.count("\n") == 1
 
