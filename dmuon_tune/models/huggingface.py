@@ -9,7 +9,8 @@ from typing import Any
 from dmuon_tune.errors import UsageError
 
 from . import ModelShapes, json_text
-from .architectures import ARCHITECTURES, Fields
+from .architectures import ARCHITECTURES
+from .fields import Fields
 
 
 def load(path: Path) -> ModelShapes:

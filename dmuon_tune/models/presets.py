@@ -7,7 +7,9 @@ from typing import Any
 from dmuon_tune.errors import UsageError
 
 from . import ModelShapes
-from .architectures import ARCHITECTURES, Fields, Parameters, pi0
+from .architectures import ARCHITECTURES, pi0
+from .decoder import Parameters
+from .fields import Fields
 
 
 def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict[str, Any]:
