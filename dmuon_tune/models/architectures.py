@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from . import experts
 from .decoder import Parameters, causal_lm, decoder, grouped_query, linear
 from .fields import Fields
 
@@ -88,8 +89,14 @@ def _layer_norm(name: str, width: int) -> Parameters:
 ARCHITECTURES: dict[str, Callable[[Fields], Parameters]] = {
     "llama": causal_lm(),
     "mistral": causal_lm(),
+    "mixtral": causal_lm(partial(grouped_query, qkv_bias=False), experts.mixtral_mlp),
     "qwen2": causal_lm(partial(grouped_query, qkv_bias=True)),
     "qwen3": causal_lm(partial(grouped_query, head_norms=True, head_dim=128)),
+    "qwen3_moe": causal_lm(partial(grouped_query, head_norms=True), experts.qwen3_mlp),
+    "deepseek_v2": causal_lm(experts.latent_attention, partial(experts.deepseek_mlp, corrected=False)),
+    "deepseek_v3": causal_lm(experts.latent_attention, experts.deepseek_mlp),
+    "kimi_k2": causal_lm(experts.latent_attention, experts.deepseek_mlp),
+    "glm4_moe": causal_lm(experts.glm4_attention, experts.deepseek_mlp),
     "gemma": causal_lm(gemma_attention, tied=True),
     "gpt2": gpt2,
     "paligemma": paligemma,

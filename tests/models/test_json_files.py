@@ -19,6 +19,11 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 10, "tie_word_embeddings": False,
 }
+EXPERTS = {
+    "moe_intermediate_size": 8, "n_routed_experts": 3, "num_experts": 3, "num_local_experts": 3, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "decoder_sparse_step": 1, "mlp_only_layers": [1],
+    "q_lora_rank": None, "kv_lora_rank": 4, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 6,
+}
 ENTRY = {"dtype": "F16", "shape": [6, 4], "data_offsets": [0, 48]}
 FILES = ("config.json", "m.safetensors", "model.safetensors.index.json")
 DEEP = b'{"a":' * 100_000
@@ -172,9 +177,10 @@ ANY = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-CONFIG_FIELDS = st.sampled_from(sorted({*LLAMA, *presets.CONFIGS["gpt2"], "head_dim", "text_config", "vision_config"}))
+CONFIGS = {**LLAMA, **presets.CONFIGS["gpt2"], **EXPERTS}
+CONFIG_FIELDS = st.sampled_from(sorted({*CONFIGS, "head_dim", "num_experts_per_tok", "text_config", "vision_config"}))
 CONFIG = st.builds(
-    lambda model_type, changed: {**LLAMA, **presets.CONFIGS["gpt2"], "model_type": model_type, **changed},
+    lambda model_type, changed: {**CONFIGS, "model_type": model_type, **changed},
     st.sampled_from(list(ARCHITECTURES)), st.dictionaries(CONFIG_FIELDS, ANY, max_size=2),
 )
 ENTRIES = st.builds(
