@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import json
@@ -53,6 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.chmod(folder, 0o755)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)  # multiprocessing removes its own in it at -100
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Garbage collections leave out what is imported: PyTorch's objects take each of them a third of a second."""
+    gc.freeze()
 
 
 @pytest.fixture

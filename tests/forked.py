@@ -6,6 +6,7 @@ What a program reads of its environment while PyTorch or this package is importe
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import runpy
 import signal
@@ -23,8 +24,10 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = [  # the compiler because optimizers and DTensors import it at their first use
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-    "torch._dynamo", "torch._inductor.utils", "dmuon_tune.runtime.distributed.gather", "dmuon_tune.search",
+    "torch._dynamo", "torch._inductor.utils", "torch.profiler", "highspy", "pytest",
+    "dmuon_tune.runtime.distributed.gather", "dmuon_tune.search",
     *(f"dmuon_tune.kernel_specs.{path.stem}" for path in sorted((ROOT / "kernel_specs").glob("[a-z]*.py"))),
+    *(f"dmuon_tune.backends.{path.stem}" for path in sorted((ROOT / "dmuon_tune/backends").glob("[a-z]*.py"))),
 ]
 
 
@@ -106,8 +109,14 @@ def run_all(
             program.close()
 
 
+def settle() -> None:
+    """What a forked process does first: its garbage collections leave out what was imported before it."""
+    gc.freeze()
+
+
 def _become(command: list[str], environ: dict[str, str], folder: str, out: str, err: str) -> None:
     """What the interpreter does with its command line, to its exit code."""
+    settle()
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))

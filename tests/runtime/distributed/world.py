@@ -150,6 +150,7 @@ class World:
 
 def _serve(rank: int, size: int, port: int, pipe: connection.Connection, folder: str) -> None:
     """One rank: a group, then case after case until the pipe closes."""
+    forked.settle()
     log = open(Path(folder, f"{rank}.log"), "w+b", buffering=0)
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)
