@@ -14,7 +14,7 @@ MOMENTS = 20
 # One process imports everything; each life is a fork of it that tunes, measures within itself (a measuring process of
 # its own would take seconds to start in each of the lives) and is killed shortly after some result was kept.
 LIVES = """
-import json, os, random, signal, sys, time
+import faulthandler, json, os, random, signal, sys, time
 from pathlib import Path
 
 from in_process import Within, prepare
@@ -24,6 +24,7 @@ from dmuon_tune.recipe import Group
 from dmuon_tune.search import TuneOptions, run, tune
 from dmuon_tune.search.progress import Silent
 
+HANGS_S = 30  # without a result; then the life's stacks are on stderr
 path, log, moments = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 GROUPS = [Group(2, 8, 16 + 8 * place) for place in range(10)]
 
@@ -53,16 +54,22 @@ while killed < moments:
     log.write_text("")
     child = os.fork()
     if child == 0:
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
         with Store.open(path) as store:
             tune(GROUPS, store, TuneOptions(device="cpu", backends=("library",)), Log())
         os._exit(0)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 2 * HANGS_S
     while time.monotonic() < deadline and not any(s in log.read_text() for s in ("kept", "timed")):
         time.sleep(0.002)
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            break
     time.sleep(rng.uniform(0, 0.1))
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     if status == 0:
+        break
+    if status != signal.SIGKILL:
+        wrong.append(["hung", status])
         break
     killed += 1
     said = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("]")]
@@ -83,7 +90,7 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path: Path) -> None:
     done = forked.run(*command, environ=environment, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["killed"] == MOMENTS and found["wrong"] == []
+    assert found["killed"] == MOMENTS and found["wrong"] == [], done.stderr
     assert found["trials"] + found["chains"] >= MOMENTS
     with sqlite3.connect(path) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
