@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
-
-from .. import forked
 
 MOMENTS = 20
 # One process imports everything; each life is a fork of it that tunes, measures within itself (a measuring process of
@@ -86,8 +85,8 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path: Path) -> None:
     path = tmp_path / "cache.sqlite"
     folders = map(str, (Path(__file__).parents[2], Path(__file__).parent))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
-    command = ("-c", LIVES, str(path), str(tmp_path / "log"), str(MOMENTS))
-    done = forked.run(*command, environ=environment, folder=tmp_path)
+    command = [sys.executable, "-c", LIVES, str(path), str(tmp_path / "log"), str(MOMENTS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["killed"] == MOMENTS and found["wrong"] == [], done.stderr
