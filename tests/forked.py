@@ -64,10 +64,15 @@ class Program:
             raise subprocess.TimeoutExpired(self.command, timeout_s, out, err)
         return subprocess.CompletedProcess(self.command, code, out, err)
 
-    def close(self) -> None:
-        """Kill it where it has not ended."""
+    def kill(self) -> None:
         self._process.kill()
         self._process.join(10)
+
+    def close(self) -> None:
+        """End it where it has not ended: at first so that a launcher ends its ranks."""
+        self._process.terminate()
+        self._process.join(10)
+        self.kill()
         self._streams.cleanup()
 
 

@@ -411,6 +411,7 @@ def test_a_killed_run_is_continued_without_repeating(
         if path.exists():
             with Store.open(path) as store:
                 done = finished_trials(store)
+    program.kill()
     program.close()
     with Store.open(path) as store:
         done = finished_trials(store)
