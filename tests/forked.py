@@ -1,6 +1,7 @@
 """Programs in processes forked from one that has imported PyTorch: as ``python ...`` runs them, but seconds sooner.
 
-What a program reads of its environment while PyTorch or this package is imported was read before.
+What a program reads of its environment while it imports was read before, what it can import is what the tests can, and
+what C code does at the end of a process (atexit, destructors) is left out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
+AFTER_FAILURE_S = 60.0  # that others have to end when one has failed
 PRELOADED = [  # the compiler because optimizers and DTensors import it at their first use
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
     "torch._dynamo", "torch._inductor.utils", "torch.profiler", "highspy", "pytest",
@@ -55,14 +57,15 @@ class Program:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def ended(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """How it has ended; TimeoutExpired, with what it has printed, where it has not."""
-        self._process.join(timeout_s)
-        code = self._process.exitcode
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._process.exitcode)
+
+    @property
+    def outcome(self) -> tuple[int | None, str, str]:
+        """Exit code, None while it runs, and what it has printed to stdout and stderr."""
         out, err = (path.read_text() if path.exists() else "" for path in (self._out, self._err))
-        if code is None:
-            raise subprocess.TimeoutExpired(self.command, timeout_s, out, err)
-        return subprocess.CompletedProcess(self.command, code, out, err)
+        return self._process.exitcode, out, err
 
     def kill(self) -> None:
         self._process.kill()
@@ -103,12 +106,25 @@ def run_ranks(
 def run_all(
     commands: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]], folder: Path, timeout_s: float
 ) -> list[subprocess.CompletedProcess[str]]:
-    """How several end that run side by side."""
+    """How several end that run side by side; TimeoutExpired, with what all have printed, where one does not, which has
+    less time once another has failed."""
     programs, deadline = list[Program](), time.monotonic() + timeout_s
     try:
         for command, environ in zip(commands, environs, strict=True):
             programs.append(Program(command, environ, folder))
-        return [program.ended(max(0.0, deadline - time.monotonic())) for program in programs]
+        is_over = False
+        while time.monotonic() < deadline and any(program.is_alive for program in programs):
+            if not is_over and any(program.has_failed for program in programs):
+                is_over, deadline = True, min(deadline, time.monotonic() + AFTER_FAILURE_S)
+            time.sleep(0.02)
+        done = [program.outcome for program in programs]
+        if any(code is None for code, _, _ in done):
+            outs, errs = ("\n".join(texts) for texts in list(zip(*done, strict=True))[1:])
+            raise subprocess.TimeoutExpired(list(commands[0]), timeout_s, outs, errs)
+        return [
+            subprocess.CompletedProcess(list(command), code or 0, out, err)
+            for command, (code, out, err) in zip(commands, done, strict=True)
+        ]
     finally:
         for program in programs:
             program.close()

@@ -71,7 +71,8 @@ def test_a_dedicated_run_of_two_ranks_goes_on_sharded_with_one(tmp_path: Path) -
     sizes = [word for name, size in (SMALL | {"steps": 0}).items() for word in (f"--{name}", str(size))]
     program = [str(ROOT / "examples/train_fsdp2.py"), *sizes, "--checkpoints", str(tmp_path / "run"), "--steps"]
     settings = {"environ": environ(tmp_path), "folder": tmp_path}
-    first, _ = forked.run_ranks(2, *program, "4", "--dedicated", **settings)
+    first, other = forked.run_ranks(2, *program, "4", "--dedicated", **settings)
+    assert lines_of(other) == []
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     second = forked.run(*launcher, *program, "6", **settings)
     lines = lines_of(first) + lines_of(second)

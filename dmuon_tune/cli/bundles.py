@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import CacheError, UsageError
@@ -29,12 +30,17 @@ class Source:
     artefacts: ArtefactStore
     is_bundle: bool
 
+    @cached_property
+    def foreign(self) -> frozenset[str]:
+        """The artefacts of its folder that only other caches beside that folder hold."""
+        if self.is_bundle:
+            return frozenset()
+        return _of_neighbours(self.artefacts, self.where) - self.contents.artefact_ids
+
     @property
     def compiled(self) -> list[tuple[ArtefactStore, Artefact]]:
-        """Every artefact, with the folder it lies in; of what other caches beside that folder hold alone, none."""
-        foreign = frozenset[str]() if self.is_bundle else _of_neighbours(self.artefacts, self.where)
-        foreign -= self.contents.artefact_ids
-        return [(self.artefacts, artefact) for artefact in self.artefacts.all() if artefact.id not in foreign]
+        """Every artefact but the foreign ones, with the folder it lies in."""
+        return [(self.artefacts, artefact) for artefact in self.artefacts.all() if artefact.id not in self.foreign]
 
 
 def register(actions: Any) -> None:
@@ -166,6 +172,7 @@ def _import(args: argparse.Namespace) -> int:
     taken: list[Contents] = []
     with opened_source(args.bundle, is_given=True) as source:
         _check_artefacts(source)
+        artefacts = source.compiled
         arriving = source.contents.as_imported(os.path.basename(args.bundle) if "://" not in args.bundle else "server")
 
         def new_or_better(kept: Contents) -> Contents:
@@ -176,7 +183,7 @@ def _import(args: argparse.Namespace) -> int:
             keep(store, new_or_better)
             where = store.where
         ours = ArtefactStore.beside(args.cache or where)
-        compiled = take_artefacts(ours, source.compiled)
+        compiled = take_artefacts(ours, artefacts)
     found = {**_counts(taken[-1]), "artefacts": compiled, "unchanged": len(arriving.results) - len(taken[-1].results)}
     if args.format == "json":
         print_json({**found, "cache": where})
@@ -187,7 +194,7 @@ def _import(args: argparse.Namespace) -> int:
 
 def _check_artefacts(source: Source) -> None:
     """CacheError where one is not what its record and its file's name say: then nothing of the source is taken."""
-    for wrong in source.artefacts.verify():
+    for wrong in source.artefacts.verify(leave_out=source.foreign):
         told = wrong
         if source.is_bundle:
             told = f"bundle {source.where} is damaged: {wrong.replace(f'{source.artefacts.folder.parent}{os.sep}', '')}"
@@ -280,10 +287,11 @@ def _of_neighbours(folder: ArtefactStore, place: str) -> frozenset[str]:
 
     found = frozenset[str]()
     for path in folder.folder.parent.glob("*.sqlite"):
-        if os.path.exists(place) and os.path.samefile(path, place):
-            continue
-        with suppress(CacheError), Store.open(path, read_only=True) as store:
-            found |= contents_of(store).artefact_ids
+        with suppress(CacheError, OSError):  # a link that leads nowhere, a file that has just gone
+            if os.path.exists(place) and os.path.samefile(path, place):
+                continue
+            with Store.open(path, read_only=True) as store:
+                found |= contents_of(store).artefact_ids
     return found
 
 

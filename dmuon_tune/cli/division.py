@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dmuon_tune.runtime.ownership import Work
 
 
-MAX_WORLD_SIZE = 2**17  # owners; more than any machine has GPUs, and a plan for them takes seconds
+MAX_WORLD_SIZE = 2**17  # owners; more than any machine has GPUs
 
 
 def add_options(group: Any, needed: bool) -> None:

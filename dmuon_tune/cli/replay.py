@@ -11,7 +11,7 @@ from dmuon_tune.errors import UsageError
 from dmuon_tune.words import counted
 
 from . import caches, options
-from .output import note, print_json, say, table
+from .output import note, print_json, say, table, write_file
 
 if TYPE_CHECKING:
     from dmuon_tune.search.record import Record
@@ -62,7 +62,8 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from dmuon_tune.search.replay import plot, replay
 
-    plt = _pyplot(Path(args.plot)) if args.plot else None
+    image = Path(args.plot) if args.plot else None
+    plt = _pyplot(image) if image else None
     found = _records(args)
     if args.export:
         return _export(found, args.export)
@@ -71,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print_json({"seeds": args.seeds, "curves": [_json(curve) for curve in curves]})
     else:
         _print(curves)
-    if plt is not None:
-        plot(curves, args.plot, plt)
+    if image is not None:
+        write_file(image, plot(curves, image.suffix[1:], plt))
         note(f"plot in {args.plot}")
     return 0
 
@@ -90,7 +91,8 @@ def _pyplot(path: Path) -> Any:
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:].lower() not in kinds:
         raise UsageError(f"--plot {path}: the name must end in one of {', '.join(kinds)}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    place = path if os.path.exists(path) else path.parent
+    if os.path.isdir(path) or not (place == path or os.path.isdir(place)) or not os.access(place, os.W_OK):
         raise UsageError(f"--plot {path} cannot be written; name a file in a writable folder")
     return plt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -112,8 +113,9 @@ def run(record: Record, name: str, evaluations: int, seed: int) -> tuple[list[fl
     return reached, rows
 
 
-def plot(curves: Sequence[Curve], path: str, plt: Any) -> None:
-    """Draw the medians with their bands, a panel a record; ``plt``: matplotlib.pyplot."""
+def plot(curves: Sequence[Curve], kind: str, plt: Any) -> bytes:
+    """The medians with their bands, a panel a record, as an image of a ``kind`` such as png; ``plt``:
+    matplotlib.pyplot."""
     records = list(dict.fromkeys(id(curve.record) for curve in curves))
     figure, panels = plt.subplots(1, len(records), figsize=(6 * len(records), 4), squeeze=False, sharey=True)
     for panel, record in zip(panels[0], records, strict=True):
@@ -128,5 +130,7 @@ def plot(curves: Sequence[Curve], path: str, plt: Any) -> None:
         panel.legend(loc="lower right")
     panels[0][0].set_ylabel("fraction of the optimum (median, p10 to p90)")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    image = io.BytesIO()
+    figure.savefig(image, format=kind, dpi=150)
     plt.close(figure)
+    return image.getvalue()

@@ -254,7 +254,10 @@ def test_the_compiled_kernels_of_a_cache_beside_stay_there(
         store.record(key_of(PROBLEMS[1]), {"entry": "other"}, Measurement.from_samples([1.0], 1e-6, {}), {})
     folder, end = ArtefactStore.beside(own_cache), replace(key_of(PROBLEMS[0]), kernel="end.library")
     for key, config in ((key_of(PROBLEMS[1]), {"entry": "other"}), (end, {"of": "an end"})):
-        folder.add(key, config, PortableCode("any", b"code", {}))
+        folder.add(key, config, PortableCode("any", json.dumps(config).encode(), {}))
+    (own_cache.parent / "nowhere.sqlite").symlink_to("not-there")
+    (foreign,) = (each for each in folder.all() if each.config == {"entry": "other"})
+    folder.files(foreign)[0].write_bytes(b"not what its digest says")
     if by == "export":
         own_cache = tmp_path / "one.bundle"
         assert run("cache", "export", str(own_cache)).code == 0
