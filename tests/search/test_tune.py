@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -403,16 +404,15 @@ def test_a_killed_run_is_continued_without_repeating(
     monkeypatch.setenv(EXTRA_MODULES_VARIABLE, "bad_slow,bad_values")
     path = tmp_path / "cache.sqlite"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = forked.Program(("-c", TUNE_SLOWLY, str(path)), environment, tmp_path)
-    deadline = time.monotonic() + 60
     done: set[tuple[Problem, str, str]] = set()
-    while len(done) < 3 and time.monotonic() < deadline and program.is_alive:
-        time.sleep(0.3)
-        if path.exists():
-            with Store.open(path) as store:
-                done = finished_trials(store)
-    program.kill()
-    program.close()
+    with closing(forked.Program(("-c", TUNE_SLOWLY, str(path)), environment, tmp_path)) as program:
+        deadline = time.monotonic() + 60
+        while len(done) < 3 and time.monotonic() < deadline and program.is_alive:
+            time.sleep(0.3)
+            if path.exists():
+                with Store.open(path) as store:
+                    done = finished_trials(store)
+        program.kill()
     with Store.open(path) as store:
         done = finished_trials(store)
         assert len(done) >= 3
