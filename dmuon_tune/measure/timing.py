@@ -67,7 +67,7 @@ class Timing:
 
 
 Call = Callable[..., Any]
-GraphCheck = Callable[["torch.cuda.CUDAGraph"], None]
+GraphCheck = Callable[["torch.cuda.CUDAGraph", int], None]  # of a graph of so many launches
 # Calls in a window → the arguments of each in turn, and the check of a graph of them.
 SetsFor = Callable[[int], tuple[list[list[Any]], GraphCheck]]
 
@@ -95,14 +95,14 @@ def cold_sets(
     def sets_for(launches: int) -> tuple[list[list[Any]], GraphCheck]:
         sets = _rotating_sets(first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, most_bytes, launches)
         launched = [as_launched(op, problem, each) for each in sets]
-        return launched, lambda graph: _check_graph_writes(graph, op, problem, sets)
+        return launched, lambda graph, count: _check_graph_writes(graph, op, problem, sets[:count])
 
     return as_launched(op, problem, first), sets_for
 
 
 def time_warm(call: Callable[[], Any], device: str) -> Timing:
     """Time a call that works on buffers of its own, the same at each call."""
-    return _time(call, [], lambda launches: ([[]], lambda graph: None), device)
+    return _time(call, [], lambda launches: ([[]], lambda graph, count: None), device)
 
 
 def _time(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
@@ -180,7 +180,7 @@ def _time_cuda(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -
         launches = max(1, min(math.ceil(GPU_WINDOW_US / estimate_us), GPU_MAX_LAUNCHES))
         sets, check = sets_for(launches)
         graph = capture(launch, sets, launches)
-        check(graph)
+        check(graph, launches)
         window_us = _elapsed_us(graph.replay)
         if window_us >= GPU_WINDOW_US or launches == GPU_MAX_LAUNCHES:
             break
@@ -269,7 +269,8 @@ def capture(launch: Call, sets: list[list[Any]], launches: int) -> torch.cuda.CU
 def _check_graph_writes(
     graph: torch.cuda.CUDAGraph, op: OpSpec, problem: Problem, sets: list[list[Any]]
 ) -> None:
-    """Outputs hold NaN before, and what is updated zeros, which no update of random values leaves."""
+    """Looks at the first and the last of the sets that the graph works on. Outputs hold NaN before, and what is updated
+    zeros, which no update of random values leaves."""
     before = {"output": math.nan, "inout": 0.0}
     written = [
         (arguments[place].fill_(before[argument.role]), argument.role)

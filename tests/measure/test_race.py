@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,3 +110,16 @@ def test_an_entrant_that_takes_the_process_along_is_named_and_the_next_race_runs
         _, outcome = run(executor, *LIBRARY, entrant("gram.library.bad_slow"), prepare_s=0.0)
     assert isinstance(outcome, RaceResult)
     assert [found is not None for found in outcome.measurements] == [True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_windows_of_unlike_lengths_race_over_many_small_buffers() -> None:
+    small = Problem("gram", 2, 64, 64, 64)
+    entrants = tuple(Entrant("gram.library", {"entry": "baddbmm"}, launches) for launches in (50, 200, 400))
+    with Executor("cuda") as executor:
+        ((_, outcome),) = executor.run([RaceJob(small, entrants, "cuda", 1, 60.0)])
+    assert isinstance(outcome, RaceResult)
+    assert [found and (found.status, found.resources["rotating_sets"]) for found in outcome.measurements] == 3 * [
+        ("ok", 400)
+    ]

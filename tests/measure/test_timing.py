@@ -157,3 +157,16 @@ def test_a_graph_that_writes_nothing_is_refused(op: str, epilogue: str, monkeypa
     timing._check_graph_writes(Graph(launch, launched), spec_op, problem, sets)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="does not write its outputs"):
         timing._check_graph_writes(Graph(lambda *_: None, launched), spec_op, problem, sets)  # type: ignore[arg-type]
+
+
+def test_a_graph_of_fewer_launches_than_sets_is_looked_at_where_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a slower entrant's of a race is, beside a faster one whose window has more launches."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    problem = Problem("gram", 2, 8, 8, 16, "float32", "float32")
+    _, sets_for = timing.cold_sets(GRAM, problem, "cpu", fingerprint("cpu"), 0)
+    sets, check = sets_for(4)
+    assert len(sets) == 4
+    for launches in range(1, 5):
+        check(Graph(_bmm, sets[:launches]), launches)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="does not write its outputs"):
+            check(Graph(_bmm, sets[: launches - 1]), launches)  # type: ignore[arg-type]
