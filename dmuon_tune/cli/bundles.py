@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dmuon_tune.errors import CacheError, UsageError
 
 from . import options
-from .output import note, print_json, say, table
+from .output import note, print_json, say, table, warn
 
 if TYPE_CHECKING:
     from dmuon_tune.cache import Artefact, ArtefactStore, Conflict, Contents, Trial
@@ -287,11 +287,14 @@ def _of_neighbours(folder: ArtefactStore, place: str) -> frozenset[str]:
 
     found = frozenset[str]()
     for path in folder.folder.parent.glob("*.sqlite"):
-        with suppress(CacheError, OSError):  # a link that leads nowhere, a file that has just gone
+        try:
             if os.path.exists(place) and os.path.samefile(path, place):
                 continue
             with Store.open(path, read_only=True) as store:
                 found |= contents_of(store).artefact_ids
+        except (CacheError, OSError) as error:
+            if path.exists():  # else a link that leads nowhere, a file that has just gone
+                warn(f"compiled kernels that only {path} names count as this cache's, since it cannot be read: {error}")
     return found
 
 

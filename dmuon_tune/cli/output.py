@@ -101,6 +101,16 @@ class LogLines(logging.Handler):
         note(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
+def check_writable(option: str, path: Path) -> None:
+    """UsageError before long work where ``write_file`` could not keep what it finds."""
+    is_file = path.is_file() or not path.exists()
+    place = path.absolute().parent if is_file else path
+    while is_file and not place.exists():
+        place = place.parent
+    if place.is_dir() != is_file or not os.access(place, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written; name a file in a writable folder")
+
+
 def write_file(path: Path, content: bytes) -> None:
     """All of it or nothing: a file that there was stays until the new one is complete. UsageError where it cannot be
     written."""

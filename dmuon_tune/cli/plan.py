@@ -16,7 +16,7 @@ from dmuon_tune.recipe import Group
 from dmuon_tune.words import counted
 
 from . import caches, division, options, workload
-from .output import microseconds, note, print_json, ratio, say, table, warn, write_file
+from .output import check_writable, microseconds, note, print_json, ratio, say, table, warn, write_file
 
 if TYPE_CHECKING:
     from dmuon_tune.device import DeviceFingerprint
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         from dmuon_tune.report import require_matplotlib
 
         require_matplotlib()
+        check_writable("--plot", Path(args.plot))
     layers = caches.described(args.cache)
     with caches.opened(layers) as opened:
         device = _device(args.device, opened)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from dmuon_tune.errors import UsageError
 from dmuon_tune.words import counted
 
 from . import caches, options
-from .output import note, print_json, say, table, write_file
+from .output import check_writable, note, print_json, say, table, write_file
 
 if TYPE_CHECKING:
     from dmuon_tune.search.record import Record
@@ -91,9 +90,7 @@ def _pyplot(path: Path) -> Any:
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:].lower() not in kinds:
         raise UsageError(f"--plot {path}: the name must end in one of {', '.join(kinds)}")
-    place = path if os.path.exists(path) else path.parent
-    if os.path.isdir(path) or not (place == path or os.path.isdir(place)) or not os.access(place, os.W_OK):
-        raise UsageError(f"--plot {path} cannot be written; name a file in a writable folder")
+    check_writable("--plot", path)
     return plt
 
 

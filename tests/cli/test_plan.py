@@ -116,6 +116,21 @@ def test_picture(run: Run, tuned: str, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["folder.png", "file/plan.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_plan(
+    name: str, run: Run, tuned: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    result = run(
+        "plan", "--shapes", "6x512x2048", "--world-size", "3", "--cache", tuned, "--device", "h200",
+        "--plot", str(tmp_path / name),
+    )
+    assert (result.code, result.out) == (2, "") and "cannot be written" in result.err
+    assert len(result.err.splitlines()) == 1
+
+
 def test_without_highs_it_says_so(run: Run, tuned: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solve, "has_highs", lambda: False)
     result = run("plan", "--shapes", "7x512x2048", "--world-size", "3", "--cache", tuned, "--device", "h200")

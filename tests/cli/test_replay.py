@@ -95,10 +95,12 @@ def test_errors_take_one_line(run: Run, measured: Path, arguments: tuple[str, ..
 
 
 @pytest.mark.parametrize(("name", "word"), [
-    ("none/x.png", "cannot be written"), ("x.bogus", "must end in one of"), ("file/x.png", "cannot be written"),
+    ("file/none/x.png", "cannot be written"), ("x.bogus", "must end in one of"), ("file/x.png", "cannot be written"),
+    ("folder.png", "cannot be written"),
 ])
 def test_a_plot_that_cannot_be_written_is_refused_first(name: str, word: str, run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
     result = run("replay", *SHORT, "--plot", str(tmp_path / name))
     assert (result.code, result.out) == (2, "") and word in result.err
