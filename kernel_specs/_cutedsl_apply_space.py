@@ -55,6 +55,11 @@ def rows_per_warpgroup(config: ApplyConfig) -> int:
     return config.tile_m if config.schedule == "pingpong" else config.tile_m // WARPGROUPS
 
 
+def staged_cols(problem: Problem) -> int:
+    """Columns of a piece of the result that TMA stores."""
+    return STAGED_BYTES // ITEM_BYTES[problem.out_dtype]
+
+
 def smem_bytes(config: ApplyConfig) -> int:
     """Shared memory of a block: the stages, the staged pieces of the result, two barriers a stage."""
     stages = config.stages * (config.tile_m + config.tile_n) * TILE_K * 2
@@ -77,6 +82,9 @@ def refusal(problem: Problem, device: DeviceFingerprint) -> str | None:
             return f"TMA reads and writes rows of whole {ALIGNMENT_BYTES} bytes: {rule}"
     if problem.m * max(problem.m, problem.n) > MAX_MATRIX_ELEMENTS:
         return f"one matrix has more than {MAX_MATRIX_ELEMENTS} elements"
+    cols, piece = result_shape(problem)[1], staged_cols(problem)
+    if piece < TILE_K and cols <= piece and problem.epilogue != "w":
+        return f"TMA stores {problem.out_dtype} in pieces of {piece} columns: there must be more than one, not {cols}"
     return None
 
 
@@ -98,6 +106,12 @@ def illegality(problem: Problem, config: ApplyConfig, device: DeviceFingerprint)
     ):
         if cluster > 1 and extent <= tile:
             return f"one {axis} of tiles leaves a cluster of {cluster} nothing to share"
+    for axis, piece, tile, extent in (
+        ("rows", STAGED_ROWS, config.tile_m, rows), ("columns", staged_cols(problem), config.tile_n, cols),
+    ):
+        # CuTe gives an axis of one piece the stride 0: a second, all beyond the matrix, would overwrite the first.
+        if tile > piece >= extent and problem.epilogue != "w":
+            return f"{extent} {axis} are one piece of {piece}, which a tile of {tile} reaches beyond"
     if config.schedule == "pingpong" and problem.has_c and config.tile_n // TILE_K > config.stages:
         return f"{config.stages} stages do not hold the {config.tile_n} columns of the added term"
     if config.stages > 3 and (config.stages - 1) * TILE_K >= problem.k + TILE_K:

@@ -48,6 +48,7 @@ def test_other_devices_are_refused_by_name(arch: str) -> None:
         (problem(epilogue="i"), "'i'"),
         (Problem("apply", 1, 64, 64, 128), "k = m"),
         (problem(m=65536, n=65536), "elements"),
+        (problem(m=32, layout="col", out_dtype="float32"), "pieces of 32 columns: there must be more than one, not 32"),
     ],
 )
 def test_a_refusal_says_why(refused: Problem, word: str) -> None:
@@ -80,6 +81,9 @@ def test_limits_depend_on_the_problem() -> None:
     assert "share" in (SPEC.illegality(problem(m=128), ApplyConfig(cluster_m=2, group=1), H200) or "")
     assert "accumulators" in (SPEC.illegality(problem(epilogue="w"), ApplyConfig(256, 192, 3, group=1), H200) or "")
     assert SPEC.illegality(problem(), ApplyConfig(256, 192, 3, group=1), H200) is None
+    assert "64 rows are one piece of 64" in (SPEC.illegality(problem(m=64), ApplyConfig(128, 64, 3), H200) or "")
+    assert "40 columns are one" in (SPEC.illegality(problem(n=40), ApplyConfig(128, 128, 3), H200) or "")
+    assert SPEC.illegality(problem(m=64, epilogue="w"), ApplyConfig(128, 64, 3, group=1), H200) is None
     assert "stages" in (SPEC.illegality(problem(m=128), ApplyConfig(group=1), H200) or "")
 
 
@@ -150,6 +154,38 @@ def test_every_tile_is_walked_once(rows: int, cols: int, config: ApplyConfig) ->
     if body.cluster_size == 2:  # what a cluster shares: tile columns below each other, tile rows side by side
         shared = 2 if config.cluster_m == 2 else 1
         assert bool((out[:, 0, shared] == out[:, 1, shared]).all())
+
+
+@pytest.mark.parametrize("out_dtype", ["float16", "float32"])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_no_piece_of_a_tile_is_stored_over_another(layout: str, out_dtype: str) -> None:
+    """The places that TMA is told, of all legal tiles: what lies beyond the matrix stays beyond it."""
+    from dmuon_tune.kernel_specs._cutedsl_apply_space import STAGED_ROWS, result_shape, staged_cols
+
+    extents = (8, 32, 40, 64, 72, 128, 200)
+    asked = [problem(2, m, n, layout, out_dtype=out_dtype) for m, n in itertools.product(extents, repeat=2)]
+    served = [each for each in asked if SPEC.refusal(each, H200) is None]
+    wrong = []
+
+    def look() -> None:  # apart, since the DSL would make the loops its own
+        for each in served:
+            (rows, cols), across = result_shape(each), staged_cols(each)
+            pieces = cute.local_tile(cute.make_identity_tensor((rows, cols, 2)), (STAGED_ROWS, across), (None,) * 3)
+            for tile_m, tile_n in {(config.tile_m, config.tile_n) for config in SPEC.legal_space(each, H200)}:
+                stored_rows = range(0, -(-rows // tile_m) * tile_m, STAGED_ROWS)
+                stored_cols = range(0, -(-cols // tile_n) * tile_n, across)
+                for row, col in itertools.product(stored_rows, stored_cols):
+                    place = tuple(pieces[(0, 0, row // STAGED_ROWS, col // across, 1)])
+                    if place != (row, col, 1):
+                        wrong.append((each.label(), tile_m, tile_n, row, col, place))
+
+    @cute.jit
+    def store():
+        look()
+
+    store()
+    assert len(served) > 20 and all(SPEC.legal_space(each, H200) for each in served)
+    assert not wrong
 
 
 def test_staged_elements_lie_where_the_accumulators_say() -> None:
