@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -47,11 +48,10 @@ def rounds(items: Sequence[Item], world: int, bucket_bytes: int) -> tuple[Round,
     kinds: dict[tuple[Lane, int, int, int], list[Item]] = {}
     for item in items:
         kinds.setdefault((item.lane, item.rows, item.cols, item.owner), []).append(item)
-    by_lane: dict[Lane, list[list[_Batch]]] = {}
+    by_lane: dict[Lane, list[list[_Batch]]] = defaultdict(lambda: [[] for _ in range(world)])
     for (lane, rows, cols, owner), some in kinds.items():
-        owned = by_lane.setdefault(lane, [[] for _ in range(world)])
         most = max(1, bucket_bytes // some[0].nbytes)
-        owned[owner] += _batches([item.place for item in some], rows, cols, most)
+        by_lane[lane][owner] += _batches([item.place for item in some], rows, cols, most)
     return tuple(
         Round(lane, tuple(batch.places if batch else () for batch in batches))
         for lane, owned in by_lane.items() for batches in zip_longest(*map(sorted, owned))
