@@ -20,7 +20,7 @@ from dmuon_tune.recipe import Group, Recipe
 
 from .artefacts import Artefact, ArtefactError, ArtefactStore
 from .checked import Checked
-from .database import describe, locate
+from .database import busy_timeout_s, describe, locate
 from .paths import listed_caches, site_cache_paths, user_cache_path
 from .results import CacheEntry
 from .store import Store
@@ -103,7 +103,9 @@ class Layers:
 
     @classmethod
     def open(cls, environ: Mapping[str, str] = os.environ) -> Layers:
-        """Nothing is opened, and no package asked, before the first look-up."""
+        """Nothing is opened, and no package asked, before the first look-up. UsageError where the busy timeout is none.
+        """
+        busy_timeout_s()
         return cls(dict(environ))
 
     @cached_property

@@ -11,6 +11,7 @@ from .errors import UsageError
 from .words import counted, shown
 
 Triple = tuple[float, float, float]
+MOST_STEPS = 1000  # the search for restarts takes seconds there
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class CoefficientSet:
     def take(self, steps: int) -> tuple[Triple, ...]:
         """The first ``steps`` triples; UsageError where the set has fewer and does not repeat its last."""
         integer("steps", steps)
+        if steps > MOST_STEPS:
+            raise UsageError(f"steps must be at most {MOST_STEPS}, not {steps}")
         if steps > len(self.triples) and not self.repeats:
             made_for = counted(len(self.triples), "step")
             raise UsageError(f"coefficients {self.name!r} are made for {made_for}, not {steps}")

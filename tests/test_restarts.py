@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 
 from dmuon_tune.coefficients import COEFFICIENTS, CoefficientSet, coefficient_set
+from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS
 from dmuon_tune.restarts import MOST_GROWTH, PERTURBATION, best_restarts, choose_restarts
 
@@ -57,3 +58,8 @@ def test_as_few_as_stay_below_the_limit(steps: int) -> None:
 
 def test_where_nothing_helps_every_step_is_a_restart() -> None:
     assert choose_restarts(coefficient_set([(500.0, 0.0, 0.0)] * 3), 3) == (1, 2)
+
+
+def test_so_many_steps_that_the_search_would_not_end_are_refused() -> None:
+    with pytest.raises(UsageError, match="steps must be at most 1000, not 1000000"):
+        COEFFICIENTS["jordan"].take(10**6)

@@ -103,11 +103,16 @@ class LogLines(logging.Handler):
 
 def check_writable(option: str, path: Path) -> None:
     """UsageError before long work where ``write_file`` could not keep what it finds."""
-    is_file = path.is_file() or not path.exists()
-    place = path.absolute().parent if is_file else path
-    while is_file and not place.exists():
+    try:
+        path.stat()
+        is_possible = True
+    except OSError as error:
+        is_possible = isinstance(error, FileNotFoundError)
+    is_new_or_file = os.path.isfile(path) or not os.path.exists(path)
+    place = path.absolute().parent if is_new_or_file else path
+    while is_new_or_file and not os.path.exists(place):
         place = place.parent
-    if place.is_dir() != is_file or not os.access(place, os.W_OK):
+    if not is_possible or os.path.isdir(place) != is_new_or_file or not os.access(place, os.W_OK):
         raise UsageError(f"{option} {path} cannot be written; name a file in a writable folder")
 
 

@@ -25,17 +25,27 @@ COMPILED = 128
 
 
 def compile_kernel(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> CompiledKernel:
-    """Compile one configuration for the current device; raises whatever its DSL raises."""
+    """Compile one configuration for the current device; raises ValueError where it is illegal,
+    else whatever its DSL raises."""
+    _check_legal(spec, problem, config, device)
     load(spec.backend)
     return backends()[spec.backend].compile(spec.build(problem, config, device), problem, device)
 
 
 def compile_portable(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> PortableCode:
     """Compile one configuration for a GPU of ``device``'s architecture, which need not be here, or for this CPU; raises
-    NotPortableError or whatever its DSL raises."""
+    ValueError where it is illegal, NotPortableError, or whatever its DSL raises."""
+    _check_legal(spec, problem, config, device)
     load(spec.backend)
     program = spec.build(problem, config, device)
     return portable(spec.backend, program, problem, device, ops()[problem.op].arguments(problem))
+
+
+def _check_legal(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> None:
+    """A cache can name what no search would: a kernel may compile it, to code that is wrong."""
+    reason = spec.illegality(problem, config, device)
+    if reason:
+        raise ValueError(f"{spec.name} is not compiled for {problem.label()} as {config_json(config)}: {reason}")
 
 
 def load_artefact(store: ArtefactStore, artefact: Artefact) -> CompiledKernel:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, inspect, text
 
-from dmuon_tune.cache import ChainKey, Store, TuningKey, contents_of
+from dmuon_tune.cache import ChainKey, Layers, Store, TuningKey, contents_of
 from dmuon_tune.cache.database import open_engine, use_wal
 from dmuon_tune.cache.migrations import SCHEMA_VERSION, found_version, prepare, require_current
 from dmuon_tune.errors import CacheError, UsageError
@@ -328,6 +328,8 @@ def test_a_bad_busy_timeout_is_a_usage_error(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("DMUON_TUNE_BUSY_TIMEOUT_S", value)
     with pytest.raises(UsageError, match="must be seconds"):
         Store.open(tmp_path / "cache.sqlite")
+    with pytest.raises(UsageError, match="must be seconds"):  # not a reason to leave every layer out
+        Layers.open()
 
 
 @pytest.mark.parametrize("name", NAMES)

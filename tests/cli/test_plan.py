@@ -116,7 +116,7 @@ def test_picture(run: Run, tuned: str, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["folder.png", "file/plan.png"])
+@pytest.mark.parametrize("name", ["folder.png", "file/plan.png", "x" * 300 + "/plan.png"])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_plan(
     name: str, run: Run, tuned: str, tmp_path: Path
 ) -> None:

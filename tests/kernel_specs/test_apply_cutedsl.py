@@ -15,6 +15,7 @@ from dmuon_tune.backends.cubin import cubin_resources
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel, ops
 from dmuon_tune.kernel_specs._cutedsl_apply_space import CONSUMER_REGISTERS, ApplyConfig, smem_bytes
+from dmuon_tune.measure.build import compile_portable
 from dmuon_tune.measure.verify import as_launched, in_launch_order, verify
 from dmuon_tune.problem import Problem
 
@@ -74,6 +75,11 @@ def test_ragged_extents_and_mixed_dtypes_are_served() -> None:
 )
 def test_an_illegal_configuration_says_why(config: ApplyConfig, word: str) -> None:
     assert word in (SPEC.illegality(problem(epilogue="c"), config, H200) or "")
+
+
+def test_what_a_cache_names_is_compiled_only_where_it_is_legal() -> None:
+    with pytest.raises(ValueError, match="apply.cutedsl is not compiled for apply 1x64x4096x64.*64 rows are one piece"):
+        compile_portable(SPEC, problem(m=64), ApplyConfig(128, 64, 3, group=1), H200)
 
 
 def test_limits_depend_on_the_problem() -> None:
