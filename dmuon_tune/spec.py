@@ -70,10 +70,10 @@ class KernelSpec:
 
     ``refusal(problem, device)`` says in words a user can act on why the kernel does not serve a problem, or None.
     ``illegality(problem, config, device)`` says why a configuration cannot run, or None: the search and the runtime
-    both ask it through :meth:`is_legal`. ``build(problem, config, device)`` returns the DSL's program, which the
-    backend of that name compiles; it is the only place that imports the DSL. ``heuristic`` picks the untuned
-    configuration by shape, ``seeds`` those that the search measures before it learns, the likeliest first. ``sources``
-    are the modules whose code the kernel is made of; they make its digest.
+    both ask it through :meth:`is_legal`, and what is illegal is not compiled. ``build(problem, config, device)``
+    returns the DSL's program, which the backend of that name compiles; it is the only place that imports the DSL.
+    ``heuristic`` picks the untuned configuration by shape, ``seeds`` those that the search measures before it learns,
+    the likeliest first. ``sources`` are the modules whose code the kernel is made of; they make its digest.
     ``variant`` tells apart several kernels of one op in one DSL; ``library`` without one is the vendor library itself.
     """
 

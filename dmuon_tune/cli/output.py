@@ -103,16 +103,15 @@ class LogLines(logging.Handler):
 
 def check_writable(option: str, path: Path) -> None:
     """UsageError before long work where ``write_file`` could not keep what it finds."""
+    folder = next(above for above in path.absolute().parents if os.path.exists(above))  # the others are made
     try:
         path.stat()
-        is_possible = True
-    except OSError as error:
-        is_possible = isinstance(error, FileNotFoundError)
-    is_new_or_file = os.path.isfile(path) or not os.path.exists(path)
-    place = path.absolute().parent if is_new_or_file else path
-    while is_new_or_file and not os.path.exists(place):
-        place = place.parent
-    if not is_possible or os.path.isdir(place) != is_new_or_file or not os.access(place, os.W_OK):
+        is_writable = os.access(folder if path.is_file() else path, os.W_OK) and not path.is_dir()
+    except FileNotFoundError:
+        is_writable = os.access(folder, os.W_OK)
+    except OSError:  # the name is too long, what should be a folder is a file, a folder may not be entered
+        is_writable = False
+    if not is_writable:
         raise UsageError(f"{option} {path} cannot be written; name a file in a writable folder")
 
 

@@ -166,7 +166,8 @@ def test_every_tile_is_walked_once(rows: int, cols: int, config: ApplyConfig) ->
 @pytest.mark.parametrize("layout", ["row", "col"])
 def test_no_piece_of_a_tile_is_stored_over_another(layout: str, out_dtype: str) -> None:
     """The places that TMA is told, of all legal tiles: what lies beyond the matrix stays beyond it."""
-    from dmuon_tune.kernel_specs._cutedsl_apply_space import STAGED_ROWS, result_shape, staged_cols
+    from dmuon_tune.kernel_specs._cutedsl_apply import Apply
+    from dmuon_tune.kernel_specs._cutedsl_apply_space import STAGED_ROWS
 
     extents = (8, 32, 40, 64, 72, 128, 200)
     asked = [problem(2, m, n, layout, out_dtype=out_dtype) for m, n in itertools.product(extents, repeat=2)]
@@ -175,15 +176,19 @@ def test_no_piece_of_a_tile_is_stored_over_another(layout: str, out_dtype: str) 
 
     def look() -> None:  # apart, since the DSL would make the loops its own
         for each in served:
-            (rows, cols), across = result_shape(each), staged_cols(each)
+            bodies = [Apply(each, config, blocks=132) for config in SPEC.legal_space(each, H200)]
+            (rows, cols, across), = {(body.rows, body.cols, body.staged_cols) for body in bodies}
             pieces = cute.local_tile(cute.make_identity_tensor((rows, cols, 2)), (STAGED_ROWS, across), (None,) * 3)
-            for tile_m, tile_n in {(config.tile_m, config.tile_n) for config in SPEC.legal_space(each, H200)}:
-                stored_rows = range(0, -(-rows // tile_m) * tile_m, STAGED_ROWS)
-                stored_cols = range(0, -(-cols // tile_n) * tile_n, across)
-                for row, col in itertools.product(stored_rows, stored_cols):
-                    place = tuple(pieces[(0, 0, row // STAGED_ROWS, col // across, 1)])
-                    if place != (row, col, 1):
-                        wrong.append((each.label(), tile_m, tile_n, row, col, place))
+            stored = {
+                at for body in bodies for at in itertools.product(
+                    range(0, body.tile_rows * body.cluster[0] * body.tile[0], STAGED_ROWS),
+                    range(0, body.tile_cols * body.cluster[1] * body.tile[1], across),
+                )
+            }
+            for row, col in stored:
+                place = tuple(pieces[(0, 0, row // STAGED_ROWS, col // across, 1)])
+                if place != (row, col, 1):
+                    wrong.append((each.label(), row, col, place))
 
     @cute.jit
     def store():
