@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -108,8 +108,14 @@ class Layers:
         busy_timeout_s()
         return cls(dict(environ))
 
+    @property
+    def _layers(self) -> Iterator[_Layer]:
+        """Every layer; no package is asked for one by who stops at those of this machine."""
+        yield from self._of_this_machine
+        yield from self._of_packages
+
     @cached_property
-    def _layers(self) -> list[_Layer]:
+    def _of_this_machine(self) -> list[_Layer]:
         user = user_cache_path(self._environ)
         found = [
             _Layer(USER_LABEL if path == user else PATH_LABEL, path, True)
@@ -117,11 +123,11 @@ class Layers:
         ]
         found.append(_Layer(USER_LABEL, user, False))
         found += [_Layer(SITE_LABEL, path, False) for path in site_cache_paths(self._environ)]
-        found += _package_layers(self._environ)
-        by_path: dict[Path | str, _Layer] = {}
-        for layer in found:
-            by_path.setdefault(layer.path, layer)
-        return list(by_path.values())
+        return _each_once(found, ())
+
+    @cached_property
+    def _of_packages(self) -> list[_Layer]:
+        return _each_once(_package_layers(self._environ), self._of_this_machine)
 
     def entries(
         self, problem: Problem | None, device: DeviceFingerprint | None
@@ -141,8 +147,7 @@ class Layers:
 
     def is_above(self, label: str, other: str) -> bool:
         """Whether the first layer of one label goes before that of another one."""
-        labels = [layer.label for layer in self._layers]
-        return labels.index(label) < labels.index(other)
+        return label != other and next(each.label for each in self._layers if each.label in (label, other)) == label
 
     def recipe(self, device: DeviceFingerprint, group: Group, dtype: str) -> tuple[str, Recipe] | None:
         """(Layer label, recipe) of the first layer that has one for the group in this dtype on this device model."""
@@ -222,8 +227,9 @@ class Layers:
         return [_description(layer) for layer in self._layers]
 
     def close(self) -> None:
-        for layer in self.__dict__.get("_layers", []):
-            layer.close()
+        for opened in ("_of_this_machine", "_of_packages"):
+            for layer in self.__dict__.get(opened, []):
+                layer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -252,6 +258,15 @@ def _description(layer: _Layer) -> LayerDescription:
         entries=max(0, count),
         detail=layer.failure,
     )
+
+
+def _each_once(layers: Iterable[_Layer], above: Iterable[_Layer]) -> list[_Layer]:
+    """The first layer of each path that none of those above has."""
+    by_path: dict[Path | str, _Layer] = {}
+    for layer in layers:
+        by_path.setdefault(layer.path, layer)
+    taken = {layer.path for layer in above}
+    return [layer for path, layer in by_path.items() if path not in taken]
 
 
 def packaged_cache(name: str) -> Path | None:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Literal
 
 from . import space
@@ -88,7 +88,7 @@ class KernelSpec:
     seeds: Callable[[Problem, DeviceFingerprint], Sequence[Any]] | None = field(default=None, kw_only=True)
     variant: str = ""
 
-    @property
+    @cached_property
     def name(self) -> str:
         return ".".join(part for part in (self.op, self.backend, self.variant) if part)
 
@@ -168,12 +168,12 @@ def digest_of(modules: Iterable[str]) -> str:
     return sha.hexdigest()
 
 
-_QUOTED = (
-    r'"{3}(?:[^\\"]|\\.|"(?!""))*"{3}', r"'{3}(?:[^\\']|\\.|'(?!''))*'{3}",
-    r'"(?:[^"\\\n]|\\.)*"', r"'(?:[^'\\\n]|\\.)*'",
+_QUOTED = (  # plain characters in runs up to what is special: choosing for each character takes half as long again
+    r'"{3}[^\\"]*(?:(?:\\.|"(?!""))[^\\"]*)*"{3}', r"'{3}[^\\']*(?:(?:\\.|'(?!''))[^\\']*)*'{3}",
+    r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"', r"'[^'\\\n]*(?:\\.[^'\\\n]*)*'",
 )
-_STRING_OR_COMMENT = re.compile(rf"(?:\b[rRbBfFuU]{{1,2}})?(?:{'|'.join(_QUOTED)})|#[^\n]*", re.DOTALL)
-_LINE_END = re.compile(r"\s*\n")
+# the look ahead finds the places that may begin one; a string's prefix is left to the code before it
+_STRING_OR_COMMENT = re.compile(rf"(?=[\"'#])(?:{'|'.join(_QUOTED)}|#[^\n]*)", re.DOTALL)
 
 
 def _code_of(module: str) -> str:
@@ -201,11 +201,11 @@ def code_text(source: str) -> str:
         parts.append(before)
         depth += sum(map(before.count, "([{")) - sum(map(before.count, ")]}"))
         is_alone = not depth and _begins_line(before, found.start()) and source[end : end + 1] in ("\n", "")
-        is_docstring = is_alone and text[0] in "\"'"  # of no prefix: an f-string may call something
-        if not is_docstring and not text.startswith("#"):
+        if not is_alone and not text.startswith("#"):  # a string alone is a docstring; one with a prefix never is alone
             parts.append(text.replace("\n", "\0"))  # none of what it says is a blank line
     parts.append(source[end:])
-    return _LINE_END.sub("\n", "".join(parts)).strip()
+    lines = map(str.rstrip, "".join(parts).split("\n"))
+    return "\n".join(filter(None, lines)).strip()
 
 
 def _begins_line(before: str, at: int) -> bool:

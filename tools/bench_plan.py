@@ -2,8 +2,9 @@
 
 python tools/bench_plan.py --preset qwen2.5-7b --entries 10000
 
-The cache holds every product of the model's chains for one device model, each by the kernels that serve it, and other
-shapes up to the asked number. Each run is a fresh process; what it imports is not counted. No GPU is needed.
+The cache holds what tuning the model keeps for one device model: every product of its chains by each kernel that
+serves it, every group's recipe, and other shapes up to the asked number of entries. Each run is a fresh
+process; what it imports is not counted. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from _runner import Parser, run
 from dmuon_tune import recipe
 from dmuon_tune.backends import CompiledKernel, backends
 from dmuon_tune.cache import Contents, Layers, Store, Trial, keep
+from dmuon_tune.cache.contents import KeptRecipe
 from dmuon_tune.cli.options import positive
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernels
@@ -36,13 +38,14 @@ from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.models import presets
 from dmuon_tune.problem import Problem
-from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group
+from dmuon_tune.recipe import DEFAULT_RESTARTS, DEFAULT_STEPS, Group, Pick
 from dmuon_tune.runtime.plan import _plan_groups
 from dmuon_tune.runtime.resolve import Resolver
 from dmuon_tune.space import config_to_dict
 
 H200 = DeviceFingerprint("NVIDIA H200", "sm_90", 132, 232448, 62914560, 140 * 2**30)
 DTYPE = "float16"
+CREATED = "2026-11-30T00:00:00+00:00"
 RUNS = 5
 
 
@@ -59,7 +62,19 @@ def results_of(problem: Problem) -> Iterator[Trial]:
         samples = [10.0 + place + 0.01 * each for each in range(30)]
         measurement = Measurement.from_samples(samples, 1e-3, {"registers": 168})
         key = tuning_key(spec, problem, H200)
-        yield Trial(key, config_to_dict(config), measurement, "", {"tool": "bench_plan"}, "2026-11-30T00:00:00+00:00")
+        yield Trial(key, config_to_dict(config), measurement, "", {"tool": "bench_plan"}, CREATED)
+
+
+def recipe_of(group: Group, results: Sequence[Trial]) -> KeptRecipe:
+    """A group's chain by the fastest result of each product."""
+    best = {result.key.problem: result for result in sorted(results, key=lambda each: -each.measurement.median_us)}
+    chain = recipe.Recipe(group, "gram", DTYPE)
+    picks = tuple(
+        Pick(problem, best[problem].key.kernel, best[problem].config, best[problem].key.sha256)
+        for problem in chain.products()
+    )
+    kept = replace(chain, cost_us=100.0, p20_us=99.0, p80_us=101.0, picks=picks)
+    return KeptRecipe(H200, kept, CREATED)
 
 
 def fill(path: Path, groups: Sequence[Group], entries: int) -> None:
@@ -76,7 +91,8 @@ def fill(path: Path, groups: Sequence[Group], entries: int) -> None:
             problem = replace(template.key.problem, n=template.key.problem.n + 8 * number)
             results.append(replace(template, key=replace(template.key, problem=problem)))
     with Store.open(path) as store:
-        keep(store, lambda nothing: Contents(tuple(results)))
+        recipes = tuple(recipe_of(group, templates) for group in groups)
+        keep(store, lambda nothing: Contents(tuple(results), recipes))
 
 
 def timed_plan(path: Path, groups: Sequence[Group], profile: bool) -> dict[str, float]:

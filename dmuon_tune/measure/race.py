@@ -22,7 +22,8 @@ from .build import compile_once
 from .clocks import Clocks, Reading
 from .contention import Contention
 from .job import Outcome, RaceJob, RaceResult, last_traceback
-from .timing import GraphCheck, capture, cold_sets, cpu_window, graph_windows
+from .rotation import Rotation, UnlikeResults, cold_sets
+from .timing import capture, cpu_window, graph_windows
 from .verify import verify
 
 AT_LEAST = 2  # entrants that are compiled whatever the time: one alone is no race
@@ -31,6 +32,7 @@ FEWEST_ROUNDS = 8  # the least that can tell two entrants apart at ALPHA
 ALPHA = 0.005  # of each bound of the interval of two entrants' ratio: a race asks often
 SAME = 1.01  # a smaller difference is none: two runs of one kernel on one day differ as much
 LIMIT_S = 2.0  # of all rounds, where FEWEST_ROUNDS take less
+REPLAYS = 4  # of an entrant's window before it is timed, after each of which what it wrote is compared
 REPORT_S = 0.5  # how often the parent hears that it goes on
 
 Round = dict[int, float]  # entrant → microseconds a call in one window
@@ -70,13 +72,13 @@ def race(
         except (Exception, SystemExit):
             outcomes[place] = Measurement("compile_error", log=last_traceback())
     lock()
-    first, sets_for = cold_sets(ops()[job.problem.op], job.problem, job.device, device, job.seed)
-    sets, check = sets_for(max(entrant.launches for entrant in job.entrants))  # the check keeps what is launched alive
+    first, rotation_for = cold_sets(ops()[job.problem.op], job.problem, job.device, device, job.seed)
+    rotation = rotation_for(max(entrant.launches for entrant in job.entrants))
     for place, kernel in compiled.items():
         report("entrant", place)
         report("phase", "running")
         try:
-            found = _prepared(job, place, kernel, first, sets, check)
+            found = _prepared(job, place, kernel, first, rotation)
         except (Exception, SystemExit):
             found = Measurement("launch_error", resources=kernel.resources, log=last_traceback())
             if device.kind == "cuda":
@@ -94,20 +96,30 @@ def race(
 
 
 def _prepared(
-    job: RaceJob, place: int, kernel: CompiledKernel, first: list[Any], sets: list[list[Any]], check: GraphCheck
+    job: RaceJob, place: int, kernel: CompiledKernel, first: list[Any], rotation: Rotation
 ) -> _Lane | Measurement:
     """Verified and warmed up, on a GPU captured; or how that failed."""
     verdict = verify(kernel.launch, ops()[job.problem.op], job.problem, job.device, job.seed)
-    resources = {**kernel.resources, "rotating_sets": len(sets)}
+    resources = {**kernel.resources, "rotating_sets": len(rotation)}
     if verdict.failure:
         return Measurement("wrong_result", max_rel_err=verdict.max_rel_err, resources=resources, log=verdict.failure)
     kernel.launch(*first)
     launches = max(1, job.entrants[place].launches)
-    lane = _Lane(kernel.launch, launches, resources, verdict.max_rel_err or 0.0, cycle(sets))
+    lane = _Lane(kernel.launch, launches, resources, verdict.max_rel_err or 0.0, cycle(rotation.launched))
     if job.device != "cpu":
-        lane.graph = capture(kernel.launch, sets, launches)
-        check(lane.graph, launches)  # fewer than sets where another entrant is faster
+        lane.graph = capture(kernel.launch, rotation.launched, launches)
+        try:
+            _require_repeatable(lane.graph, rotation, launches)
+        except UnlikeResults as error:
+            return Measurement("wrong_result", max_rel_err=verdict.max_rel_err, resources=resources, log=str(error))
     return lane
+
+
+def _require_repeatable(graph: torch.cuda.CUDAGraph, rotation: Rotation, launches: int) -> None:
+    written = rotation.written(graph, launches)
+    for _ in range(REPLAYS):
+        graph.replay()
+        rotation.require_alike(written, launches)
 
 
 def _timed(lanes: dict[int, _Lane], job: RaceJob, alive: Callable[[], None]) -> dict[int, Measurement]:

@@ -18,10 +18,9 @@ from dmuon_tune.spec import OpSpec
 
 from .clocks import Clocks, Reading
 from .contention import Contention
-from .verify import allocate, as_launched, in_launch_order, random_scalars
+from .rotation import Rotation, RotationFor, cold_sets
 
 WINDOWS = 15
-COLD_L2_MULTIPLE = 3  # rotating over this many cache sizes leaves no operand of the next call in the cache
 GPU_WINDOW_US = 1_000.0
 GPU_BURN_IN_US = 20_000.0
 GPU_TOTAL_US = 1_000_000.0
@@ -37,8 +36,6 @@ CPU_ESTIMATE_CALLS = 50
 CPU_SHORTER = 8
 CPU_EXTRA_S = 0.4  # at each length of window, for windows in place of those that other processes disturbed
 CPU_MAX_LAUNCHES = 1024
-CPU_BUFFER_BYTES = 256 * 2**20  # last-level caches of shared servers reach 500 MB: copying 3× that is not worth it
-MEMORY_SHARE = 0.5  # of the GPU's free memory for rotating buffers
 
 
 @dataclass(frozen=True)
@@ -67,56 +64,24 @@ class Timing:
 
 
 Call = Callable[..., Any]
-GraphCheck = Callable[["torch.cuda.CUDAGraph", int], None]  # of a graph of so many launches
-# Calls in a window → the arguments of each in turn, and the check of a graph of them.
-SetsFor = Callable[[int], tuple[list[list[Any]], GraphCheck]]
 
 
 def time_launch(
     launch: Call, op: OpSpec, problem: Problem, device: str, fingerprint: DeviceFingerprint, seed: int
 ) -> Timing:
-    """Time ``launch`` on the current device, cold; raises whatever the launch raises, and RuntimeError where a graph of
-    it does not write its outputs (a kernel that is not launched on the current stream)."""
-    first, sets_for = cold_sets(op, problem, device, fingerprint, seed)
-    return _time(launch, first, sets_for, device)
-
-
-def cold_sets(
-    op: OpSpec, problem: Problem, device: str, fingerprint: DeviceFingerprint, seed: int
-) -> tuple[list[Any], SetsFor]:
-    """(Arguments of a launch, those of so many launches in turn): more of them than a cache holds."""
-    scalars = random_scalars(op, problem, seed)
-    inputs = op.make_inputs(problem, device, seed)
-    first = in_launch_order(op, problem, inputs, allocate(op, problem, device), scalars)
-    most_bytes = CPU_BUFFER_BYTES
-    if device.startswith("cuda"):
-        most_bytes = int(MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(device))[0])
-
-    def sets_for(launches: int) -> tuple[list[list[Any]], GraphCheck]:
-        sets = _rotating_sets(first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, most_bytes, launches)
-        launched = [as_launched(op, problem, each) for each in sets]
-        return launched, lambda graph, count: _check_graph_writes(graph, op, problem, sets[:count])
-
-    return as_launched(op, problem, first), sets_for
+    """Time ``launch`` on the current device, cold; raises whatever the launch raises. On a GPU RuntimeError where a
+    graph of it does not write its outputs (a kernel that is not launched on the current stream), and UnlikeResults
+    where its launches do not write the same bits."""
+    return _time(launch, *cold_sets(op, problem, device, fingerprint, seed), device)
 
 
 def time_warm(call: Callable[[], Any], device: str) -> Timing:
     """Time a call that works on buffers of its own, the same at each call."""
-    return _time(call, [], lambda launches: ([[]], lambda graph, count: None), device)
+    return _time(call, [], lambda launches: Rotation([[]]), device)
 
 
-def _time(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
-    return (_time_cuda if device.startswith("cuda") else _time_cpu)(launch, first, sets_for, device)
-
-
-def _rotating_sets(first: list[Any], needed_bytes: int, most_bytes: int, most_sets: int) -> list[list[Any]]:
-    """``first`` and copies of it, together ``needed_bytes`` where the limits allow it."""
-    set_bytes = sum(value.nbytes for value in first if isinstance(value, torch.Tensor))
-    count = max(1, min(math.ceil(needed_bytes / set_bytes), most_bytes // set_bytes, most_sets))
-    copies = [
-        [value.clone() if isinstance(value, torch.Tensor) else value for value in first] for _ in range(count - 1)
-    ]
-    return [first, *copies]
+def _time(launch: Call, first: list[Any], rotation_for: RotationFor, device: str) -> Timing:
+    return (_time_cuda if device.startswith("cuda") else _time_cpu)(launch, first, rotation_for, device)
 
 
 def _windows(window_us: float, total_us: float, fewest: int) -> int:
@@ -131,7 +96,7 @@ def cpu_window(launch: Call, arguments: Iterator[list[Any]], launches: int) -> f
     return (time.perf_counter_ns() - begin) / 1000 / launches
 
 
-def _time_cpu(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
+def _time_cpu(launch: Call, first: list[Any], rotation_for: RotationFor, device: str) -> Timing:
     window = partial(cpu_window, launch)
     window(iter([first]), 1)  # warms up
     calls_us = [window(iter([first]), 1)]
@@ -139,8 +104,8 @@ def _time_cpu(launch: Call, first: list[Any], sets_for: SetsFor, device: str) ->
         calls_us.append(window(iter([first]), 1))
     estimate_us = max(min(calls_us), 0.1)
     launches = max(1, min(math.ceil(CPU_WINDOW_US / estimate_us), CPU_MAX_LAUNCHES))
-    sets, _alive = sets_for(launches)  # the check holds the tensors whose addresses are launched
-    rotating = cycle(sets)
+    rotation = rotation_for(launches)
+    rotating = cycle(rotation.launched)
     count = _windows(estimate_us * launches, CPU_TOTAL_US, CPU_MIN_WINDOWS)
     limit_s = count * estimate_us * launches / 1e6 + CPU_EXTRA_S
     samples_us, contended = _clean_windows(lambda: window(rotating, launches), count, limit_s)
@@ -148,7 +113,7 @@ def _time_cpu(launch: Call, first: list[Any], sets_for: SetsFor, device: str) ->
     if contended and shorter:  # short enough to fit between two disturbances
         launches = shorter
         samples_us, contended = _clean_windows(lambda: window(rotating, shorter), count, CPU_EXTRA_S)
-    return Timing(samples_us, launches, len(sets), contended)
+    return Timing(samples_us, launches, len(rotation), contended)
 
 
 def _clean_windows(window: Callable[[], float], count: int, limit_s: float) -> tuple[list[float], bool]:
@@ -174,13 +139,13 @@ def _clean_windows(window: Callable[[], float], count: int, limit_s: float) -> t
     return sorted(clean + disturbed)[:CPU_MIN_WINDOWS], True
 
 
-def _time_cuda(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -> Timing:
+def _time_cuda(launch: Call, first: list[Any], rotation_for: RotationFor, device: str) -> Timing:
     estimate_us = _estimate_cuda_us(launch, first)
     for _ in range(2):  # a short kernel launched alone takes the launch time: the first graph corrects that
         launches = max(1, min(math.ceil(GPU_WINDOW_US / estimate_us), GPU_MAX_LAUNCHES))
-        sets, check = sets_for(launches)
-        graph = capture(launch, sets, launches)
-        check(graph, launches)
+        rotation = rotation_for(launches)
+        graph = capture(launch, rotation.launched, launches)
+        written = rotation.written(graph, launches)
         window_us = _elapsed_us(graph.replay)
         if window_us >= GPU_WINDOW_US or launches == GPU_MAX_LAUNCHES:
             break
@@ -189,7 +154,8 @@ def _time_cuda(launch: Call, first: list[Any], sets_for: SetsFor, device: str) -
         graph.replay()
     count = _windows(window_us, GPU_TOTAL_US, GPU_MIN_WINDOWS)
     windows_us, clock, moved = _steady_windows(graph, count, Clocks.of(device))
-    return Timing([each / launches for each in windows_us], launches, len(sets), clock=clock, moved=moved)
+    rotation.require_alike(written, launches)
+    return Timing([each / launches for each in windows_us], launches, len(rotation), clock=clock, moved=moved)
 
 
 def _steady_windows(
@@ -264,21 +230,3 @@ def capture(launch: Call, sets: list[list[Any]], launches: int) -> torch.cuda.CU
         for index in range(launches):
             launch(*sets[index % len(sets)])
     return graph
-
-
-def _check_graph_writes(
-    graph: torch.cuda.CUDAGraph, op: OpSpec, problem: Problem, sets: list[list[Any]]
-) -> None:
-    """Looks at the first and the last of the sets that the graph works on. Outputs hold NaN before, and what is updated
-    zeros, which no update of random values leaves."""
-    before = {"output": math.nan, "inout": 0.0}
-    written = [
-        (arguments[place].fill_(before[argument.role]), argument.role)
-        for arguments in (sets[0], sets[-1])
-        for place, argument in enumerate(op.arguments(problem))
-        if argument.role in before
-    ]
-    graph.replay()
-    torch.cuda.synchronize()
-    if any(bool(tensor.isnan().any() if role == "output" else (tensor == 0.0).all()) for tensor, role in written):
-        raise RuntimeError("the captured graph does not write its outputs: launch on PyTorch's current stream")

@@ -26,6 +26,7 @@ from .chain import BoundChain, check_and_time
 from .device_lock import device_lock
 from .job import AnyJob, BuildJob, ChainJob, Job, Outcome, RaceJob, last_traceback
 from .race import race
+from .rotation import UnlikeResults
 from .timing import time_launch
 from .verify import verify
 
@@ -129,6 +130,9 @@ def _verify_and_time(
     verdict = verify(launch, op, job.problem, job.device, job.seed)
     if verdict.failure:
         return Measurement("wrong_result", max_rel_err=verdict.max_rel_err, resources=resources, log=verdict.failure)
-    timing = time_launch(launch, op, job.problem, job.device, device, job.seed)
+    try:
+        timing = time_launch(launch, op, job.problem, job.device, device, job.seed)
+    except UnlikeResults as error:
+        return Measurement("wrong_result", max_rel_err=verdict.max_rel_err, resources=resources, log=str(error))
     resources = {**resources, **timing.facts(), "rotating_sets": timing.sets}
     return Measurement.from_samples(timing.samples_us, verdict.max_rel_err or 0.0, resources)

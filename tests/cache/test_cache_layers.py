@@ -129,6 +129,23 @@ def test_a_layer_that_breaks_after_opening_counts_as_empty(
     assert len(caplog.messages) == 1
 
 
+def test_no_package_is_asked_by_who_finds_all_in_this_machines_caches(
+    tmp_path: Path, environ: dict[str, str], key: TuningKey, ok: Ok, package: Callable[[str, str], None]
+) -> None:
+    asked = tmp_path / "asked"
+    code = f"from pathlib import Path\ndef cache():\n    Path({str(asked)!r}).touch()\n    return 'none.sqlite'\n"
+    package("dmuon_cache_lazy", code)
+    ship(user_cache_path(environ), key, ok(1.0), 5)
+    with Layers.open(environ) as layers:
+        assert layers.recipe(key.device, GROUP, "float16") is not None
+        assert next(iter(found for _, found in layers.entries_by_layer(key.problem, key.device) if found))
+        assert not layers.is_above("user", "user") and not layers.is_above("user", "path")
+        assert layers.is_above("path", "user") and not asked.exists()
+        assert layers.is_above("user", "package dmuon_cache_lazy") and not asked.exists()
+        assert layers.recipe(key.device, replace(GROUP, batch=9), "float16") is None
+    assert asked.exists()
+
+
 def test_a_package_may_name_the_device_that_its_cache_is_for(
     tmp_path: Path, key: TuningKey, package: Callable[[str, str], None], caplog: pytest.LogCaptureFixture
 ) -> None:

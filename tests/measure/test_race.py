@@ -123,3 +123,14 @@ def test_on_a_gpu_windows_of_unlike_lengths_race_over_many_small_buffers() -> No
     assert [found and (found.status, found.resources["rotating_sets"]) for found in outcome.measurements] == 3 * [
         ("ok", 400)
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_an_entrant_whose_launches_differ_is_a_wrong_result_and_the_others_race(test_kernels: None) -> None:
+    entrants = (*LIBRARY, Entrant("gram.library.gpu_rare", {}, 40))
+    with Executor("cuda") as executor:
+        ((_, outcome),) = executor.run([RaceJob(PROBLEM, entrants, "cuda", 1, 60.0)])
+    assert isinstance(outcome, RaceResult)
+    assert [found and found.status for found in outcome.measurements] == ["ok", "ok", "wrong_result"]
+    assert outcome.measurements[-1] is not None and "inputs differ" in outcome.measurements[-1].log

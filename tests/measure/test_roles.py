@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.kernel_specs import kernel, ops
-from dmuon_tune.measure.timing import cold_sets, time_launch
+from dmuon_tune.measure.rotation import cold_sets
+from dmuon_tune.measure.timing import time_launch
 from dmuon_tune.measure.verify import verify
 from dmuon_tune.recipe import span
 
@@ -71,8 +72,7 @@ def test_verification_finds_out_what_a_launch_does_to_them(launch: Callable[...,
 
 
 def test_every_set_of_rotating_arguments_has_scratch_and_counters_of_its_own() -> None:
-    _, sets_for = cold_sets(OP, PROBLEM, "cpu", CPU, 0)
-    sets, _ = sets_for(4)
+    sets = cold_sets(OP, PROBLEM, "cpu", CPU, 0)[1](4).launched
     assert len(sets) == 4
     assert len({work.data_ptr() for *_, work, _ in sets}) == len({zeros.data_ptr() for *_, zeros in sets}) == 4
     assert not any(bool(zeros.any()) for *_, zeros in sets)

@@ -14,7 +14,7 @@ import torch
 
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.kernel_specs import kernel, ops
-from dmuon_tune.measure import timing, verify
+from dmuon_tune.measure import rotation, timing, verify
 from dmuon_tune.problem import Problem
 
 GRAM = ops()["gram"]
@@ -147,26 +147,55 @@ def test_a_graph_that_writes_nothing_is_refused(op: str, epilogue: str, monkeypa
     problem = Problem(op, 2, 8, 16, 8 if op == "apply" else 1, "float32", "float32", "row", epilogue)
     spec, device = kernel(f"{op}.library"), fingerprint("cpu")
     launch = spec.build(problem, spec.untuned(problem, device), device)
-    spec_op, sets = ops()[op], []
-    for seed in range(2):
-        inputs = spec_op.make_inputs(problem, "cpu", seed)
-        outputs = [torch.empty(a.shape) for a in spec_op.arguments(problem) if a.role == "output"]
-        scalars = verify.random_scalars(spec_op, problem, seed)
-        sets.append(verify.in_launch_order(spec_op, problem, inputs, outputs, scalars))
-    launched = [verify.as_launched(spec_op, problem, each) for each in sets]
-    timing._check_graph_writes(Graph(launch, launched), spec_op, problem, sets)  # type: ignore[arg-type]
+    sets = rotation.cold_sets(ops()[op], problem, "cpu", device, 0)[1](2)
+    written = sets.written(Graph(launch, sets.launched), 2)  # type: ignore[arg-type]
+    sets.require_alike(written, 2)
     with pytest.raises(RuntimeError, match="does not write its outputs"):
-        timing._check_graph_writes(Graph(lambda *_: None, launched), spec_op, problem, sets)  # type: ignore[arg-type]
+        sets.written(Graph(lambda *_: None, sets.launched), 2)  # type: ignore[arg-type]
 
 
 def test_a_graph_of_fewer_launches_than_sets_is_looked_at_where_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a slower entrant's of a race is, beside a faster one whose window has more launches."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     problem = Problem("gram", 2, 8, 8, 16, "float32", "float32")
-    _, sets_for = timing.cold_sets(GRAM, problem, "cpu", fingerprint("cpu"), 0)
-    sets, check = sets_for(4)
+    sets = rotation.cold_sets(GRAM, problem, "cpu", fingerprint("cpu"), 0)[1](4)
     assert len(sets) == 4
     for launches in range(1, 5):
-        check(Graph(_bmm, sets[:launches]), launches)  # type: ignore[arg-type]
+        sets.written(Graph(_bmm, sets.launched[:launches]), launches)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="does not write its outputs"):
-            check(Graph(_bmm, sets[: launches - 1]), launches)  # type: ignore[arg-type]
+            sets.written(Graph(_bmm, sets.launched[: launches - 1]), launches)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_one_launch_that_differs_in_one_bit_is_found_among_the_sets_that_were_launched_on(odd: int) -> None:
+    problem = Problem("gram", 2, 8, 8, 16, "float16", "float16")
+    sets = rotation.cold_sets(GRAM, problem, "cpu", fingerprint("cpu"), 0)[1](4)
+    for arguments in sets.launched[:3]:
+        _bmm(*arguments)
+    written = [each.clone() for each in sets.outputs[0]]
+    sets.require_alike(written, 3)  # though the fourth holds anything
+    sets.outputs[odd][0].view(torch.uint8)[1, 7, 3] ^= 1
+    with pytest.raises(rotation.UnlikeResults, match="3 in turn"):
+        sets.require_alike(written, 3)
+
+
+def test_what_is_updated_in_place_is_not_compared() -> None:
+    problem = Problem("momentum", 2, 8, 16, 1, "float32", "float32", "row", "n")
+    sets = rotation.cold_sets(ops()["momentum"], problem, "cpu", fingerprint("cpu"), 0)[1](2)
+    assert sets.updated[0]
+    sets.require_alike([torch.full_like(each, torch.nan) for each in sets.outputs[0]], 2)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [64, 2048])
+def test_a_kernel_that_races_now_and_then_is_no_measurement(size: int) -> None:
+    problem, calls = Problem("gram", 1, size, size, size), iter(range(10**6))
+
+    def launch(x: torch.Tensor, r: torch.Tensor, alpha: float) -> None:
+        _bmm(x, r, alpha)
+        if next(calls) % 7 == 6:  # one captured launch in seven
+            r[0, 0, 0] *= 1.5
+
+    with pytest.raises(rotation.UnlikeResults, match="differ"):
+        timing.time_launch(launch, GRAM, problem, "cuda", fingerprint("cuda"), 0)
