@@ -73,7 +73,7 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     work = workload.of(args)
     _check_backends(args.backends)
-    from dmuon_tune.cache import Store
+    from dmuon_tune.cache import Layers, Store
     from dmuon_tune.search import TuneOptions, terminal_progress, tune
 
     chosen = TuneOptions.of_effort(
@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return dry_run.run(args, work, chosen, _place(args))
     try:
-        with Store.open_user(_place(args)) as store:
-            report = tune(work.groups, store, chosen, terminal_progress())
+        with Store.open_user(_place(args)) as store, Layers.open() as layers:
+            report = tune(work.groups, store, chosen, terminal_progress(), layers)
             where = store.where
     except KeyboardInterrupt:
         note("interrupted; what was measured is kept: run the same command to go on")

@@ -16,7 +16,7 @@ from dmuon_tune.spec import KernelSpec
 from .kernel_search import KernelSearch
 from .problem_search import Candidate, ProblemSearch
 
-FEWER_TRIALS = 4  # times fewer than a product's: the search starts near its best
+FEWER_TRIALS = 2  # times fewer than a product's: the search starts near its best
 
 Choice = tuple[str, dict[str, Any]]  # kernel, configuration
 

@@ -59,7 +59,7 @@ class KernelSearch:
     def _likeliest(self, neighbours: Neighbours) -> list[Any]:
         problem, device = self.key.problem, self.key.device
         own = self.spec.seeds(problem, device) if self.spec.seeds else ()
-        return [self.untuned, *own, *neighbours.best(self.spec, problem)]
+        return [self.untuned, *own, *neighbours.best(self.spec, problem, self.is_legal)]
 
     @property
     def needs_seed(self) -> bool:

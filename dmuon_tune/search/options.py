@@ -27,7 +27,7 @@ class Effort:
 
 EFFORTS = {
     "quick": Effort(trials=8, budget_s=70.0, patience=8, finalists=3),
-    "normal": Effort(trials=40, budget_s=450.0, patience=20, finalists=8),
+    "normal": Effort(trials=40, budget_s=450.0, patience=15, finalists=8),
     "max": Effort(trials=200, budget_s=None, patience=60, finalists=12),
 }
 
@@ -39,14 +39,14 @@ class TuneOptions:
     weights at the chains' ends, besides bf16.
 
     ``backends``: the DSLs to try (None: all); the library is always measured, as the baseline. ``trials``:
-    configurations a problem over all kernels, those in the cache counted (of a chain's ends a quarter as many); the
+    configurations a problem over all kernels, those in the cache counted (of a chain's ends half as many); the
     library and each kernel's untuned configuration are measured even beyond it. ``budget_s``: seconds for the whole run
     (None: no limit), of which whole chains and races of finalists have shares (:mod:`dmuon_tune.search.shares`).
-    ``patience``: a problem's search ends where so many configurations in a row were no faster than its best by more
-    than a tie (None: never): the next one improves with a chance of about 1 in ``patience``, mostly by less than a
-    fifth, so by less than noise in the mean. ``finalists``: how many configurations of a problem race at most, beside
-    the untuned ones and the library. ``workers``: measuring processes of each device (None: by its kind). Raises
-    UsageError for values that make no sense.
+    ``patience``: a problem's search ends where so many configurations in a row of each kernel that is not far behind
+    were no faster than its best by more than a tie (None: never): the next one improves with a chance of about 1 in
+    ``patience``, mostly by less than a fifth, so by about as much as noise in the mean. ``finalists``: how many
+    configurations of a problem race at most, beside the untuned ones and the library. ``workers``: measuring processes
+    of each device (None: by its kind). Raises UsageError for values that make no sense.
     """
 
     device: str = "auto"
@@ -55,7 +55,7 @@ class TuneOptions:
     trials: int = 40
     budget_s: float | None = None
     sampler: str = DEFAULT
-    patience: int | None = 20
+    patience: int | None = 15
     finalists: int = 8
     seed: int = 0
     compile_timeout_s: float = 120.0

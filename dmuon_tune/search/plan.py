@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from dmuon_tune.backends.probe import fingerprint
-from dmuon_tune.cache import Store
+from dmuon_tune.cache import Layers, Store
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import ops
 from dmuon_tune.problem import Problem
@@ -97,10 +97,10 @@ def _measured_pace_s(store: Store, device: DeviceFingerprint) -> float | None:
 
 def searches_of(
     groups: Sequence[Group], dtype: str, specs: Sequence[KernelSpec], device: DeviceFingerprint, store: Store,
-    options: TuneOptions,
+    options: TuneOptions, layers: Layers | None = None,
 ) -> list[ProblemSearch]:
     """The searches of the chains' products, the most expensive first, then of their ends."""
-    how = options.seed, options.sampler, Neighbours(store, device)
+    how = options.seed, options.sampler, Neighbours(store, device, layers)
     products = {
         problem: problem_search(
             problem, specs, device, store, options.trials, *how, options.patience,

@@ -55,11 +55,11 @@ class ProblemSearch:
         self.reused = self.known
         self._proposed = self.reused
         self.best_us = min(self._medians(), default=None)
-        self._in_vain = 0  # configurations since the last that was faster than all before beyond noise
+        self._in_vain: Counter[KernelSearch] = Counter()  # configurations since its last that was the fastest by far
         self._mark_us = math.inf
-        before = [outcome for each in self.kernels for outcome in each.outcomes]
-        for outcome in sorted(before, key=lambda outcome: outcome[2].created_at if outcome[2] else ""):
-            self._count(outcome[1])
+        before = [(each, outcome) for each in self.kernels for outcome in each.outcomes]
+        for kernel, outcome in sorted(before, key=lambda found: found[1][2].created_at if found[1][2] else ""):
+            self._count(kernel, outcome[1])
 
     def _medians(self) -> Iterator[float]:
         for each in self.kernels:
@@ -77,10 +77,10 @@ class ProblemSearch:
         ]
         return [(name, config) for _, name, config in sorted(found, key=lambda outcome: outcome[0])]
 
-    def _count(self, measurement: Measurement) -> None:
-        self._in_vain += 1
+    def _count(self, kernel: KernelSearch, measurement: Measurement) -> None:
+        self._in_vain[kernel] += 1
         if measurement.median_us is not None and measurement.median_us * TIE < self._mark_us:
-            self._in_vain, self._mark_us = 0, measurement.median_us
+            self._in_vain[kernel], self._mark_us = 0, measurement.median_us
 
     @property
     def known(self) -> int:
@@ -99,9 +99,10 @@ class ProblemSearch:
 
     @property
     def is_settled(self) -> bool:
-        """Whether more trials are not worth their time: ``patience`` configurations in a row were no faster beyond
-        noise, or an earlier run ended this search in a race after as many trials."""
-        if self._patience is not None and self._in_vain >= self._patience and self.best_us is not None:
+        """Whether more trials are not worth their time: of each kernel that is not far behind ``patience``
+        configurations in a row were no faster than the best of all beyond noise, or an earlier run ended this search in
+        a race after as many trials."""
+        if self._patience is not None and self.best_us is not None and all(map(self._is_spent, self.kernels)):
             return True
         records = (m.resources.get("race", {}) for each in self.kernels for _, m, _ in each.outcomes if m.place == 0)
         return any(record.get("trials", 0) >= self.trials for record in records)
@@ -149,6 +150,11 @@ class ProblemSearch:
         self._proposed -= reserved + sum(len(each.outcomes) for each in gone)
         self.best_us = min(self._medians(), default=None)
 
+    def _is_spent(self, kernel: KernelSearch) -> bool:
+        """Whether a kernel has had its share of patience."""
+        is_patient = self._patience is not None and self._in_vain[kernel] < self._patience
+        return not is_patient or not kernel.proposer.unseen or self._is_behind(kernel)
+
     def _is_behind(self, kernel: KernelSearch) -> bool:
         """Whether a kernel's first FAIR_TRIALS configurations are all far slower than the problem's best, or failed."""
         best_us = min((m.median_us for _, m, _ in kernel.outcomes if m.median_us is not None), default=math.inf)
@@ -156,14 +162,14 @@ class ProblemSearch:
 
     def observe(self, candidate: Candidate, measurement: Measurement) -> None:
         candidate.kernel.observe(candidate.config, measurement)
-        self._count(measurement)
+        self._count(candidate.kernel, measurement)
         self.best_us = min(self._medians(), default=None)
 
     def refresh(self, store: Store) -> int:
         """Take what the store holds now, while nothing of this search is under way; returns how much of it is new."""
-        new = [measurement for each in self.kernels for measurement in each.refresh(store)]
-        for measurement in new:
-            self._count(measurement)
+        new = [(each, measurement) for each in self.kernels for measurement in each.refresh(store)]
+        for kernel, measurement in new:
+            self._count(kernel, measurement)
         self.reused += len(new)
         self._proposed = self.known
         self.best_us = min(self._medians(), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dmuon_tune.backends import backends
-from dmuon_tune.cache import Store
+from dmuon_tune.cache import Layers, Store
 from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import Group, default_dtype
 from dmuon_tune.spec import KernelSpec
@@ -22,10 +22,12 @@ from .workload import served_forms
 
 
 def tune(
-    groups: Sequence[Group], store: Store, options: TuneOptions, progress: Progress | None = None
+    groups: Sequence[Group], store: Store, options: TuneOptions, progress: Progress | None = None,
+    layers: Layers | None = None,
 ) -> TuneReport:
     """Measure every product of these groups and keep the results, winners' recipes included, in ``store``.
 
+    The search begins with what ``store``, and the ``layers`` where they are given, hold of the nearest shapes.
     A configuration that the store holds under the current key, however it ended, is not measured again. Raises
     UsageError for a device or backend that is not here, NoLegalConfigError where nothing can run a product, CacheError
     where a result cannot be kept; KeyboardInterrupt passes through once the measuring processes are stopped.
@@ -38,7 +40,7 @@ def tune(
     dtype = options.dtype or default_dtype(device.kind)
     specs, unavailable = usable_kernels(device, options.backends)
     with run:
-        searches = searches_of(groups, dtype, specs, device, store, options)
+        searches = searches_of(groups, dtype, specs, device, store, options, layers)
         run.warm(searches)
         complete = run.measure(searches)
         unavailable |= run.broken
