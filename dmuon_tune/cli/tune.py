@@ -27,7 +27,8 @@ def register(commands: Any) -> None:
         "tune", parents=[options.common(), options.model(), options.device(), options.cache()],
         help="measure kernels for a model's matrices and keep the results",
         description="Search, check and time kernels for every product of a model's Newton-Schulz chains, then whole "
-        "chains: their form, the pieces of a batch and kernels that tie. Every result is kept as it is measured: "
+        "chains: their form, the pieces of a batch and kernels that tie. The search begins with what all caches, the "
+        "shipped one too, hold of the nearest shapes. Every result is kept as it is measured: "
         "interrupt at any time and run the same command again to go on.",
     )
     search = parser.add_argument_group("search")

@@ -27,7 +27,7 @@ from .timing import capture, cpu_window, graph_windows
 from .verify import verify
 
 AT_LEAST = 2  # entrants that are compiled whatever the time: one alone is no race
-ROUNDS = 120  # on a GPU at its power limit 30 left a third of differences of 3 % untold
+ROUNDS = 120  # on a GPU at its power limit 30 left a difference of 3.3 % untold in a third of the draws
 FEWEST_ROUNDS = 8  # the least that can tell two entrants apart at ALPHA
 ALPHA = 0.005  # of each bound of the interval of two entrants' ratio: a race asks often
 SAME = 1.01  # a smaller difference is none: two runs of one kernel on one day differ as much

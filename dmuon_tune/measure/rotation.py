@@ -85,17 +85,18 @@ def cold_sets(
         most_bytes = int(MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(device))[0])
 
     def rotation_for(launches: int) -> Rotation:
-        return rotation(op, problem, _copies(first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, most_bytes, launches))
+        return _rotation(op, problem, _copies(first, COLD_L2_MULTIPLE * fingerprint.l2_bytes, most_bytes, launches))
 
     return as_launched(op, problem, first), rotation_for
 
 
-def rotation(op: OpSpec, problem: Problem, sets: list[list[Any]]) -> Rotation:
+def _rotation(op: OpSpec, problem: Problem, sets: list[list[Any]]) -> Rotation:
     """Of values in the order of the op's arguments."""
+    arguments = op.arguments(problem)
+
     def of_role(role: str, values: list[Any]) -> list[Tensor]:
         return [value for argument, value in zip(arguments, values, strict=True) if argument.role == role]
 
-    arguments = op.arguments(problem)
     return Rotation(
         [as_launched(op, problem, values) for values in sets],
         [of_role("output", values) for values in sets], [of_role("inout", values) for values in sets], sets,

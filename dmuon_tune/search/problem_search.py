@@ -55,7 +55,7 @@ class ProblemSearch:
         self.reused = self.known
         self._proposed = self.reused
         self.best_us = min(self._medians(), default=None)
-        self._in_vain: Counter[KernelSearch] = Counter()  # configurations since its last that was the fastest by far
+        self._in_vain: Counter[KernelSearch] = Counter()  # configurations since its last that beat all before
         self._mark_us = math.inf
         before = [(each, outcome) for each in self.kernels for outcome in each.outcomes]
         for kernel, outcome in sorted(before, key=lambda found: found[1][2].created_at if found[1][2] else ""):
@@ -102,8 +102,10 @@ class ProblemSearch:
         """Whether more trials are not worth their time: of each kernel that is not far behind ``patience``
         configurations in a row were no faster than the best of all beyond noise, or an earlier run ended this search in
         a race after as many trials."""
-        if self._patience is not None and self.best_us is not None and all(map(self._is_spent, self.kernels)):
-            return True
+        patience = self._patience
+        if patience is not None and self.best_us is not None:
+            if all(self._is_spent(each, patience) for each in self.kernels):
+                return True
         records = (m.resources.get("race", {}) for each in self.kernels for _, m, _ in each.outcomes if m.place == 0)
         return any(record.get("trials", 0) >= self.trials for record in records)
 
@@ -150,10 +152,9 @@ class ProblemSearch:
         self._proposed -= reserved + sum(len(each.outcomes) for each in gone)
         self.best_us = min(self._medians(), default=None)
 
-    def _is_spent(self, kernel: KernelSearch) -> bool:
-        """Whether a kernel has had its share of patience."""
-        is_patient = self._patience is not None and self._in_vain[kernel] < self._patience
-        return not is_patient or not kernel.proposer.unseen or self._is_behind(kernel)
+    def _is_spent(self, kernel: KernelSearch, patience: int) -> bool:
+        """Whether a kernel has had its share of patience, or deserves none."""
+        return self._in_vain[kernel] >= patience or not kernel.proposer.unseen or self._is_behind(kernel)
 
     def _is_behind(self, kernel: KernelSearch) -> bool:
         """Whether a kernel's first FAIR_TRIALS configurations are all far slower than the problem's best, or failed."""
