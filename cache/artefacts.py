@@ -8,8 +8,9 @@ import json
 import os
 import shlex
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from dmuon_tune.portable import PortableCode
 from .database import describe, locate, make_folder
 from .key import TuningKey
 from .paths import user_cache_path
+from .sound import MALFORMED
 
 FOLDER_NAME = "artefacts"
 RECORD_SUFFIX, CODE_SUFFIX, LOCK_NAME = ".json", ".bin", ".lock"
 VERSION = 1  # of a record's fields
+NEW_PREFIX, LEFT_AFTER_S = ".new-", 3600.0
 BUILD_COMMAND = "dmuon-tune cache build"
 
 
@@ -50,6 +53,12 @@ class Artefact:
     def id(self) -> str:
         """SHA-256 of the key and the configuration: the record's file name."""
         return artefact_id(self.key.sha256, self.config)
+
+    @property
+    def code(self) -> str:
+        """SHA-256 of all that runs: the code and how it is launched, whatever it is said to be of."""
+        text = json.dumps([self.format, self.sha256, self.launch], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def arch(self) -> str:
@@ -109,9 +118,9 @@ class ArtefactStore:
         return cls(artefacts_folder(cache), describe(locate(cache)))
 
     @property
-    def command(self) -> str:
-        """What builds these artefacts anew."""
-        return f"{BUILD_COMMAND} --cache {shlex.quote(self._cache)}" if self._cache else BUILD_COMMAND
+    def advice(self) -> str:
+        """What mends these artefacts, to stand after what is wrong; empty where they are of no cache."""
+        return f"; build it again: {BUILD_COMMAND} --cache {shlex.quote(self._cache)}" if self._cache else ""
 
     def find(self, key_sha256: str, config: Mapping[str, Any] | None = None) -> Artefact | None:
         """The artefact of an entry's key and configuration (None: of any configuration), None where there is none."""
@@ -155,9 +164,11 @@ class ArtefactStore:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise ArtefactError(f"{self._whose(artefact)} cannot be read: {path.name}: {error.strerror}") from error
+            reason = f"{path.name}: {error.strerror}{self.advice}"
+            raise ArtefactError(f"{self._whose(artefact)} cannot be read: {reason}") from error
         if hashlib.sha256(data).hexdigest() != artefact.sha256:
-            raise ArtefactError(f"{self._whose(artefact)} is damaged: {path.name} is not what its digest says")
+            reason = f"{path.name} is not what its digest says{self.advice}"
+            raise ArtefactError(f"{self._whose(artefact)} is damaged: {reason}")
         return data
 
     def add(self, key: TuningKey, config: Mapping[str, Any], code: PortableCode) -> Artefact:
@@ -180,6 +191,21 @@ class ArtefactStore:
                 code_path.unlink(missing_ok=True)
         except OSError as error:
             raise ArtefactError(f"cannot remove {error.filename}: {error.strerror}; check the folder") from error
+
+    def sweep(self) -> None:
+        """Remove what killed processes left, and code that no record names, where it may be removed: nothing of the
+        last hour, for the record of new code comes after it."""
+        named = {artefact.sha256 for artefact in self.all()}
+        old = time.time() - LEFT_AFTER_S
+        try:
+            found = list(self.folder.iterdir())
+        except OSError:
+            return
+        for path in found:
+            if path.name.startswith(NEW_PREFIX) or (path.suffix == CODE_SUFFIX and path.stem not in named):
+                with suppress(OSError):  # another process was first
+                    if path.lstat().st_mtime < old:
+                        path.unlink()
 
     def prepare(self) -> None:
         """Make the folder; ArtefactError or CacheError where it cannot be written."""
@@ -226,10 +252,11 @@ class ArtefactStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise ArtefactError(f"the artefact's record {path} cannot be read: {error.strerror}") from error
-        except (ValueError, TypeError, LookupError, AttributeError, DmuonTuneError) as error:
+            reason = f"{error.strerror}{self.advice}"
+            raise ArtefactError(f"the artefact's record {path} cannot be read: {reason}") from error
+        except (*MALFORMED, DmuonTuneError) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ArtefactError(f"the artefact's record {path} is damaged: {reason}") from error
+            raise ArtefactError(f"the artefact's record {path} is damaged: {reason}{self.advice}") from error
 
     def _whose(self, artefact: Artefact) -> str:
         return f"the artefact of {artefact.label()} in {self.folder}"
@@ -238,8 +265,10 @@ class ArtefactStore:
         """All of a file or nothing; what is there and the same stays."""
         try:
             if path.exists() and path.read_bytes() == data:
+                with suppress(OSError):  # another user's, which we only read
+                    os.utime(path)  # no leftover while its record is written
                 return
-            descriptor, name = tempfile.mkstemp(prefix=".new-", dir=self.folder)
+            descriptor, name = tempfile.mkstemp(prefix=NEW_PREFIX, dir=self.folder)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)

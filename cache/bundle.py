@@ -17,11 +17,12 @@ from typing import Any
 from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.portable import PortableCode
 
-from .artefacts import CODE_SUFFIX, FOLDER_NAME, RECORD_SUFFIX, Artefact, ArtefactStore
+from .artefacts import CODE_SUFFIX, FOLDER_NAME, RECORD_SUFFIX, Artefact, ArtefactError, ArtefactStore
 from .contents import Contents, keep
 from .database import is_bundle
 from .paths import FILE_NAME
 from .scratch import scratch_folder, told_of_scratch
+from .sound import MALFORMED
 from .store import Store
 
 FORMAT = 1
@@ -49,8 +50,8 @@ def write_bundle(
     Until all of it is there, what ``path`` held stays; a link's target is written. UsageError where it cannot be
     written or holds something else than a bundle, ArtefactError for a damaged artefact.
     """
-    target = Path(path).resolve()
-    if target.exists() and not (target.is_file() and is_bundle(target)):
+    target = Path(os.path.realpath(path))
+    if os.path.lexists(target) and not _begins_as_bundle(target):  # a link in a circle too
         raise UsageError(f"cannot write the bundle {path}: what is there is no bundle; name a new file or a bundle")
     files = {FILE_NAME: database_bytes(contents.as_shipped())}
     by_digest = sorted(artefacts, key=lambda found: found[1].sha256, reverse=True)
@@ -61,11 +62,14 @@ def write_bundle(
     manifest = json.dumps({"format": FORMAT, "sha256": listed}, indent=1, sort_keys=True).encode()
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with tarfile.open(beside, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for name, content in [(MANIFEST, manifest), *((name, files[name]) for name in listed)]:
-                member = tarfile.TarInfo(name)  # time, owner and group 0: nothing of this machine
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+        with open(beside, "wb") as file:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+                for name, content in [(MANIFEST, manifest), *((name, files[name]) for name in listed)]:
+                    member = tarfile.TarInfo(name)  # time, owner and group 0: nothing of this machine
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, target)
     except OSError as error:
         raise UsageError(
@@ -77,15 +81,24 @@ def write_bundle(
 
 
 def take_artefacts(into: ArtefactStore, artefacts: Iterable[tuple[ArtefactStore, Artefact]]) -> int:
-    """Copy what ``into`` does not have, each from the folder it lies in; returns how many artefacts that were."""
+    """Copy what ``into`` does not have or has damaged, each from the folder it lies in; returns how many artefacts that
+    were."""
     taken = 0
     for store, artefact in artefacts:
-        known = into.find(artefact.key.sha256, artefact.config)
-        if known is None or known.sha256 != artefact.sha256:
+        if not _is_held(into, artefact):
             code = PortableCode(artefact.format, store.read(artefact), artefact.launch)
             into.add(artefact.key, artefact.config, code)
             taken += 1
     return taken
+
+
+def _is_held(store: ArtefactStore, artefact: Artefact) -> bool:
+    """Whether a folder has this code, undamaged."""
+    try:
+        known = store.find(artefact.key.sha256, artefact.config)
+        return known is not None and known.code == artefact.code and bool(store.read(known))
+    except ArtefactError:
+        return False
 
 
 def database_bytes(contents: Contents) -> bytes:
@@ -149,6 +162,18 @@ def _checked_files(path: str | Path) -> dict[str, bytes]:
     return files
 
 
+def _begins_as_bundle(path: Path) -> bool:
+    """Whether a file may be written over: an archive of anything else may be someone's only copy."""
+    if not is_bundle(path):
+        return False
+    try:
+        with tarfile.open(path, "r:") as tar:
+            first = tar.next()
+    except (OSError, tarfile.TarError, EOFError, ValueError):
+        return False
+    return first is not None and first.name == MANIFEST
+
+
 def _is_of_artefacts(name: PurePosixPath) -> bool:
     return str(name.parent) == FOLDER_NAME and name.suffix in (RECORD_SUFFIX, CODE_SUFFIX)
 
@@ -157,7 +182,7 @@ def _manifest(text: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
         sound = isinstance(found["format"], int) and isinstance(found["sha256"], dict)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except MALFORMED:
         return None
     return found if sound else None
 
@@ -165,10 +190,13 @@ def _manifest(text: bytes) -> dict[str, Any] | None:
 def _files(path: str | Path) -> dict[str, bytes]:
     """Each member's content: plain files below the bundle's root alone, whoever made it."""
     found: dict[str, bytes] = {}
+    size_bytes = os.path.getsize(path)
     with tarfile.open(path, "r:") as tar:
         for member in tar:
             name = PurePosixPath(member.name)
-            file = tar.extractfile(member) if member.isreg() else None
+            if member.size > size_bytes:  # else a sparse file of no bytes here would fill the memory
+                raise ValueError(f"its {member.name!r} is said to be larger than all of it")
+            file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
             if file is None or name.is_absolute() or ".." in name.parts or str(name) in found:
                 raise ValueError(f"it holds {member.name!r}, which is no plain file of a bundle")
             found[str(name)] = file.read()

@@ -6,7 +6,7 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from urllib.parse import quote
 from sqlalchemy import URL, Connection, Engine, Pool, QueuePool, StaticPool, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from dmuon_tune.errors import CacheError, UsageError
+from dmuon_tune.errors import CacheError, UsageError, said
 
 from .migrations import SCHEMA_VERSION, CorruptCacheError, found_version, prepare, require
 from .paths import CACHE_DIR_VARIABLE, URL_PATTERN
@@ -34,6 +34,7 @@ SESSION = {  # s, s, count, ms until the server ends what a dead machine or a su
 }
 LEAST_CONNECT_S = 2  # libpq takes no less
 SIDE_FILES = ("-wal", "-shm", "-journal")
+UNDECODABLE = "Could not decode to UTF-8"  # sqlite3, of a column; it has no code of SQLite's
 
 
 def busy_timeout_s() -> float:
@@ -168,13 +169,30 @@ def folder_lock(folder: Path) -> Iterator[None]:
             f"cannot read the cache's folder {folder}: {error.strerror}; set {CACHE_DIR_VARIABLE} to another folder"
         ) from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            pass  # some network file systems lock no folders
+        _wait_for(lambda: _is_locked(descriptor), str(folder))
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether this process holds it now, or none can: some network file systems lock no folders."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _wait_for(attempt: Callable[[], bool], where: str) -> None:
+    """Try until it succeeds; LockedCacheError after the busy timeout."""
+    deadline = time.monotonic() + busy_timeout_s()
+    while not attempt():
+        if time.monotonic() > deadline:
+            raise _locked(where)
+        time.sleep(RETRY_EVERY_S)
 
 
 def set_aside(path: Path) -> Path:
@@ -191,15 +209,15 @@ def set_aside(path: Path) -> Path:
 
 def use_wal(engine: Engine, where: str) -> None:
     """Switch a file to write-ahead logging: readers never wait. SQLite's own waiting does not cover this switch."""
-    deadline = time.monotonic() + busy_timeout_s()
-    while True:
+    def attempt() -> bool:
         try:
             with translated_errors(where):
-                return run_alone(engine, "PRAGMA journal_mode=WAL")
+                run_alone(engine, "PRAGMA journal_mode=WAL")
         except LockedCacheError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(RETRY_EVERY_S)
+            return False
+        return True
+
+    _wait_for(attempt, where)
 
 
 def readable(engine: Engine, where: str) -> Engine:
@@ -226,6 +244,8 @@ def readable(engine: Engine, where: str) -> Engine:
 def is_bundle(path: str | Path) -> bool:
     """Whether this is a tar file, as a bundle is."""
     place, magic = TAR_MAGIC
+    if not os.path.isfile(path):  # opening a named pipe would wait for a writer
+        return False
     try:
         with open(path, "rb") as file:
             return file.read(place + len(magic))[place:] == magic
@@ -264,6 +284,8 @@ def translated_errors(where: str) -> Iterator[None]:
         raise _translate(error.orig, where) from error
     except sqlite3.Error as error:
         raise _translate(error, where) from error
+    except UnicodeDecodeError as error:  # of a text in the file, or of what SQLite says about one
+        raise _damaged(where, said(error)) from error
 
 
 def _translate(error: Any, where: str) -> CacheError:
@@ -280,6 +302,10 @@ def _locked(where: str) -> LockedCacheError:
     )
 
 
+def _damaged(where: str, reason: str) -> CorruptCacheError:
+    return CorruptCacheError(f"cache {where} is truncated or damaged ({reason}); delete it and tune again")
+
+
 def _translate_sqlite(code: int, reason: str, where: str) -> CacheError:
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return _locked(where)
@@ -289,8 +315,8 @@ def _translate_sqlite(code: int, reason: str, where: str) -> CacheError:
         )
     if code == sqlite3.SQLITE_NOTADB:
         return CorruptCacheError(f"{where} is not an SQLite file, so not a cache; name another file or move it away")
-    if code == sqlite3.SQLITE_CORRUPT:
-        return CorruptCacheError(f"cache {where} is truncated or damaged ({reason}); delete it and tune again")
+    if code == sqlite3.SQLITE_CORRUPT or reason.startswith(UNDECODABLE):
+        return _damaged(where, reason)
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return CacheError(
             f"cache {where} is read-only or cannot be opened ({reason}); "

@@ -186,7 +186,7 @@ class Layers:
             try:
                 found = store.find(key_sha256, config)
             except ArtefactError as error:
-                damaged = damaged or ArtefactError(f"{error}; build it again: {store.command}")
+                damaged = damaged or error
                 continue
             if found is not None:
                 return store, found

@@ -11,7 +11,7 @@ from dmuon_tune.measurement import Measurement
 
 from .chains import ChainTrial
 from .contents import Contents, KeptRecipe
-from .models import canonical
+from .models import IMPORTED, canonical
 from .results import Trial
 
 Kept = TypeVar("Kept", Trial, KeptRecipe, ChainTrial)
@@ -132,13 +132,14 @@ def _better_or_new(known: Iterable[Kept], incoming: Iterable[Kept]) -> Iterator[
 
 
 def _rank(kept: Trial | KeptRecipe | ChainTrial) -> tuple[Any, ...]:
-    """Less is better; equal only where nothing but the time of keeping differs."""
+    """Less is better; equal only where nothing but the time and the way of coming here differs."""
     if isinstance(kept, KeptRecipe):
         recipe, cost_us = kept.recipe, kept.recipe.cost_us
         cost_us = math.inf if cost_us is None else cost_us
         return not recipe.timed, cost_us, canonical(recipe.to_dict())
     imported = isinstance(kept, Trial) and kept.imported is not None
-    return *_outcome_rank(kept.measurement), imported, canonical([kept.measurement.to_dict(), kept.provenance])
+    how = {name: value for name, value in kept.provenance.items() if name != IMPORTED}
+    return *_outcome_rank(kept.measurement), imported, canonical([kept.measurement.to_dict(), how])
 
 
 def _outcome_rank(measurement: Measurement) -> tuple[Any, ...]:

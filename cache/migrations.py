@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import sqlalchemy as sa
@@ -14,6 +15,7 @@ from .models import Base, MetaRow
 
 SCHEMA_VERSION = 4
 VERSION_NAME = "schema_version"
+VERSION_PATTERN = re.compile(r"[1-9][0-9]{0,8}")
 
 
 def _add_chains(connection: Connection) -> None:
@@ -116,7 +118,7 @@ def found_version(connection: Connection, where: str) -> int | None:
             raise CacheError(f"{where} is some other program's database, not a cache; name another file")
         return None
     value = connection.scalar(text(f"SELECT value FROM {MetaRow.__tablename__} WHERE name = '{VERSION_NAME}'"))
-    if value is None or not value.isdecimal():
+    if not isinstance(value, str) or not VERSION_PATTERN.fullmatch(value):
         raise CorruptCacheError(f"cache {where} has no valid schema version ({value!r}); delete it and tune again")
     return int(value)
 

@@ -32,6 +32,7 @@ from .database import (
 from .dialect import upsert
 from .migrations import CorruptCacheError, prepare
 from .paths import CACHE_DIR_VARIABLE, user_cache_path
+from .sound import MALFORMED
 
 logger = getLogger("dmuon_tune.cache")
 
@@ -65,6 +66,8 @@ class OpenedCache:
         location = locate(path_or_url)
         if isinstance(location, Path) and os.path.isdir(location):
             raise CacheError(f"cache {location} is a folder; name a file in it")
+        if isinstance(location, Path) and os.path.exists(location) and not os.path.isfile(location):
+            raise CacheError(f"cache {location} is a pipe or device; name a file")
         with translated_errors(describe(location)):
             store = cls(open_engine(location, read_only, shipped), location, read_only)
         try:
@@ -75,7 +78,7 @@ class OpenedCache:
         return store
 
     def _check_schema(self) -> None:
-        with translated_errors(self.where):
+        with translated_errors(self.where), self._damage_told():
             if self.read_only:
                 self._engine = readable(self._engine, self.where)
                 return
@@ -157,13 +160,13 @@ class OpenedCache:
 
     @contextmanager
     def _damage_told(self) -> Iterator[None]:
-        """For what turns rows into values."""
+        """For what turns the schema and rows into values."""
         try:
             yield
-        except (ValueError, TypeError, AttributeError, LookupError, UsageError) as error:
+        except (*MALFORMED, UsageError) as error:
             reason = (str(error) or repr(error)).splitlines()[0]
             raise CorruptCacheError(
-                f"cache {self.where} holds a damaged row ({reason}); delete it and tune again"
+                f"cache {self.where} is damaged: it holds what none has written ({reason}); delete it and tune again"
             ) from error
 
     @contextmanager

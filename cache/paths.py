@@ -26,7 +26,7 @@ def user_cache_path(environ: Mapping[str, str] = os.environ) -> Path:
     Without HOME the password database is asked; for a user it does not know, a folder of that user in TMPDIR.
     """
     if folder := environ.get(CACHE_DIR_VARIABLE):
-        return Path(folder).absolute() / FILE_NAME
+        return Path(os.path.expanduser(folder)).absolute() / FILE_NAME
     xdg = environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(xdg):  # the XDG specification ignores relative folders
         return Path(xdg) / FOLDER_NAME / FILE_NAME
@@ -73,6 +73,6 @@ def listed_caches(environ: Mapping[str, str] = os.environ) -> list[Path | str]:
     servers' URLs, each with a database's name: ``/opt/a.sqlite:postgresql+psycopg://reader@db:5432/muon``."""
     found: list[Path | str] = []
     for part in LISTED_PATTERN.findall(environ.get(CACHE_PATH_VARIABLE, "")):
-        path = Path(part).absolute()
+        path = Path(os.path.expanduser(part)).absolute()
         found.append(part if URL_PATTERN.match(part) else path / FILE_NAME if os.path.isdir(path) else path)
     return found

@@ -10,6 +10,9 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import DTYPES
 from dmuon_tune.recipe import Recipe
 
+# What reading values that no run has written may raise.
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+
 
 def mapping(value: Any, what: str) -> dict[str, Any]:
     _require(isinstance(value, dict), what, value)

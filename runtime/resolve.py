@@ -197,7 +197,7 @@ class Resolver:
     def _made(self, problem: Problem, choice: _Choice) -> Binding | None:
         """Loaded or compiled, and checked; None where it could only be loaded and is not; KernelFailure where it does
         not compile or is wrong. What the library raises is raised as it is."""
-        loaded = self._loaded(problem, choice)
+        artefact, loaded = self._loaded(problem, choice)
         if loaded is None and self._loads and not self._compiles(choice.spec):
             return None
         try:
@@ -207,32 +207,37 @@ class Resolver:
                 raise
             first = (str(error).strip() or repr(error)).splitlines()[0]
             raise KernelFailure(f"{choice.spec.name} failed to compile for {problem.label()}: {first}") from error
-        wrong = self._check_failure(problem, choice, made.launch)
+        wrong = self._check_failure(problem, choice, made.launch, artefact)
         if wrong is not None:
-            layer = f"of layer {choice.layer} failed its check for {problem.label()}"
-            raise KernelFailure(f"{choice.spec.name} {layer}: {wrong}")
-        return _binding(problem, choice, made.launch, from_artefact=loaded is not None)
+            layer = f" of layer {choice.layer}" if choice.layer else ""
+            raise KernelFailure(f"{choice.spec.name}{layer} failed its check for {problem.label()}: {wrong}")
+        return _binding(problem, choice, made.launch, from_artefact=artefact is not None)
 
-    def _check_failure(self, problem: Problem, choice: _Choice, launch: Callable[..., Any]) -> str | None:
-        if self._revalidation is None or not choice.is_kept:
+    def _check_failure(
+        self, problem: Problem, choice: _Choice, launch: Callable[..., Any], artefact: Artefact | None
+    ) -> str | None:
+        if self._revalidation is None:
             return None
-        config = space.config_to_dict(choice.config)
-        return self._revalidation.failure(problem, choice.key, config, launch)
+        if artefact is not None:
+            return self._revalidation.failure(problem, artefact.key.sha256, artefact.config, launch, artefact.code)
+        if not choice.is_kept:
+            return None
+        return self._revalidation.failure(problem, choice.key, space.config_to_dict(choice.config), launch)
 
-    def _loaded(self, problem: Problem, choice: _Choice) -> CompiledKernel | None:
-        """The callable of the caches' compiled code; None where there is none or it does not run, which is said."""
+    def _loaded(self, problem: Problem, choice: _Choice) -> tuple[Artefact | None, CompiledKernel | None]:
+        """The caches' compiled code and its callable; None where there is none or it does not run, which is said."""
         found = self._artefact(problem, choice) if self._loads else None
         if found is None:
-            return None
+            return None, None
         store, artefact = found
         try:
-            return load_artefact(store, artefact)
+            return artefact, load_artefact(store, artefact)
         except ArtefactError as error:
             self._unusable.add(artefact.id)
             self._current_of.pop(problem, None), self._choices.pop(problem, None)  # they count on it
             instead = "it is compiled now" if self._compiles(choice.spec) else "another kernel runs instead"
-            self.failures.append(f"{error}; {instead}; to mend it run: {store.command}")
-            return None
+            self.failures.append(f"{instead}: {error}")
+            return None, None
 
     def _artefact(self, problem: Problem, choice: _Choice) -> tuple[ArtefactStore, Artefact] | None:
         """The compiled code of a choice, where the caches hold it."""

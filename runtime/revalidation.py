@@ -1,4 +1,4 @@
-"""Checks an entry that was measured elsewhere once on this device, before training first uses it."""
+"""Checks what was measured or compiled elsewhere once on this device, before training first uses it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ class Revalidation:
         self._has_memory = False
 
     def failure(
-        self, problem: Problem, key_sha256: str, config: Mapping[str, Any], launch: Callable[..., Any]
+        self, problem: Problem, key_sha256: str, config: Mapping[str, Any], launch: Callable[..., Any], code: str = ""
     ) -> str | None:
-        """Why this kernel must not run here; None where it was measured here or passes, which is remembered."""
-        if self._layers.was_measured_here(key_sha256, config) or self._layers.checked.has(key_sha256, config):
+        """Why this kernel must not run here; None where it was measured here or passes, which is remembered.
+
+        ``code``: the :attr:`dmuon_tune.cache.Artefact.code` that was loaded, empty where it was compiled here. What was
+        measured says nothing of code that was loaded, which may be of anything.
+        """
+        if not code and self._layers.was_measured_here(key_sha256, config):
+            return None
+        if self._layers.checked.has(key_sha256, config, code):
             return None
         if self._device.kind == "cuda" and torch.cuda.is_current_stream_capturing():
             return "it cannot be checked while a graph is captured; call once before"
@@ -42,7 +48,7 @@ class Revalidation:
             failure = said(error)
         self._has_memory = self._device.kind == "cuda"
         if not failure:
-            self._layers.checked.add(key_sha256, config)
+            self._layers.checked.add(key_sha256, config, code)
         return failure or None
 
     def release(self) -> None:

@@ -80,7 +80,7 @@ def register(actions: Any) -> None:
     prune = actions.add_parser(
         "prune", parents=[common, cache], help="delete results that no longer serve",
         description="Delete results from the user's cache, or --cache, with their compiled kernels and the recipes and "
-        "chains made of them.",
+        "chains made of them, and what killed processes left among the compiled kernels.",
     )
     prune.add_argument("--stale", action="store_true", help="those of other code, toolchains or checks than here")
     prune.add_argument("--failures", action="store_true", help="those that are not ok: a later run tries them again")
@@ -269,8 +269,10 @@ def _prune(args: argparse.Namespace) -> int:
     orphans = [each for each in folder.all() if each.id in gone or stale_of(each.key)]
     others = _of_neighbours(folder, place) if orphans else frozenset()
     orphans = [each for each in orphans if each.id not in others]
-    for artefact in orphans if not args.dry_run else ():
-        folder.remove(artefact)
+    if not args.dry_run:
+        for artefact in orphans:
+            folder.remove(artefact)
+        folder.sweep()
     counts = _counts(left)
     deleted = {name: count - counts[name] for name, count in _counts(before).items()} | {"artefacts": len(orphans)}
     if args.format == "json":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -70,10 +71,11 @@ def drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def open_missing_streams() -> None:
+def prepare_streams() -> None:
     """A stream that the caller closed (``>&-``) becomes the null device, for worker processes too.
 
     Else the next file to be opened, such as the cache, would get the stream's descriptor and what is printed to it.
+    Characters that stdout's encoding lacks are escaped.
     """
     for descriptor in range(3):
         try:
@@ -82,6 +84,8 @@ def open_missing_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free descriptor: this one
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def note(text: str, program: str = "dmuon-tune") -> None:

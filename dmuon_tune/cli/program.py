@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from dmuon_tune.errors import outcome
 
-from .output import LogLines, drop_stdout, flush, note, open_missing_streams
+from .output import LogLines, drop_stdout, flush, note, prepare_streams
 from .parser import build
 
 DEBUG = "--debug"  # every command has it
@@ -18,7 +18,7 @@ BROKEN_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE, as shells report it
 
 def run(argv: Sequence[str] | None) -> int:
     """Run one command (None: the process's own arguments) and return its exit code; KeyboardInterrupt passes."""
-    open_missing_streams()
+    prepare_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     logger, lines = logging.getLogger("dmuon_tune"), LogLines(logging.WARNING)
     logger.addHandler(lines)

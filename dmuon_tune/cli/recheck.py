@@ -47,7 +47,8 @@ def register(actions: Any) -> None:
     parser = actions.add_parser(
         "verify", parents=[options.common(), options.cache()], help="check and time results again on this device",
         description="Check a sample of the winners of a bundle or cache, or all, on this device against float64, and "
-        "time them. Those that pass need no check when training first uses them. Exit code 1 where one fails; one that "
+        "time them. Those that pass need no check when training first compiles them; compiled kernels are checked when "
+        "training first loads them, here by their digests alone. Exit code 1 where one fails; one that "
         f"takes more than {SLOWER:g} times as long as it did is told.",
     )
     parser.add_argument(

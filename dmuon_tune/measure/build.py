@@ -54,7 +54,8 @@ def load_artefact(store: ArtefactStore, artefact: Artefact) -> CompiledKernel:
     try:
         return CompiledKernel(load_portable(code, store.files(artefact)[0]))
     except UnloadableCodeError as error:
-        raise ArtefactError(f"the artefact of {artefact.label()} in {store.folder} cannot run here: {error}") from error
+        whose = f"the artefact of {artefact.label()} in {store.folder}"
+        raise ArtefactError(f"{whose} cannot run here: {error}{store.advice}") from error
 
 
 def compiled_kernel(spec: KernelSpec, problem: Problem, config: Any, device: DeviceFingerprint) -> CompiledKernel:

@@ -193,3 +193,20 @@ def test_artefacts_lie_beside_the_file_and_a_servers_in_the_users_cache(
     monkeypatch.setenv("DMUON_TUNE_CACHE_DIR", str(tmp_path / "mine"))
     assert artefacts_folder(tmp_path / "a.sqlite") == tmp_path / "artefacts"
     assert artefacts_folder("postgresql://u:p@host/db") == tmp_path / "mine" / "artefacts"
+
+
+def test_what_killed_processes_left_is_swept_once_it_is_old(store: ArtefactStore, key: TuningKey) -> None:
+    code = PortableCode("any", b"old code", {})
+    old, new = store.add(key, {"block": 1}, code), store.add(key, {"block": 1}, replace(code, data=b"new code"))
+    left = [store.files(old)[0], store.folder / ".new-abc", store.folder / ".new-young"]
+    for path in left:
+        path.write_bytes(b"old code")
+    for path in (*left[:2], *store.files(new)):
+        os.utime(path, (1e9, 1e9))
+    store.sweep()
+    assert [path.exists() for path in left] == [False, False, True]
+    assert store.read(new) == b"new code" and store.verify() == []
+    left[0].write_bytes(b"old code")
+    os.utime(left[0], (1e9, 1e9))
+    store.add(key, {"block": 2}, code)  # what is there serves, and is a leftover no more before its record is written
+    assert left[0].stat().st_mtime > 1e9

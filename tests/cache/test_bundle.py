@@ -114,6 +114,12 @@ def test_equal_contents_are_equal_bytes(
         found = [(opened.artefacts, artefact) for artefact in opened.artefacts.all()]
         assert [take_artefacts(ArtefactStore(tmp_path / "artefacts"), found) for _ in range(2)] == [1, 0]
         assert opened.artefacts.read(artefact) == b"machine code" and artefact.config == {"block": 2}
+        held = ArtefactStore(tmp_path / "artefacts")
+        code_path, record_path = held.files(artefact)
+        for path, content in ((code_path, b"other"), (record_path, b"{"), (record_path, b"[" * 100_000)):
+            path.write_bytes(content)
+            assert len(held.verify()) == 1
+            assert take_artefacts(held, found) == 1 and held.verify() == [], "what is damaged is mended"
     assert bundled(tmp_path / "c.sqlite", tmp_path / "c.bundle") == expected, "what came out of it goes into it"
     with tarfile.open(tmp_path / "a.bundle") as tar:
         assert {(member.mtime, member.uid, member.uname) for member in tar} == {(0, 0, "")}
@@ -192,6 +198,14 @@ def damaged_bundles(good: bytes, path: Path) -> dict[str, bytes]:
                 tar.addfile(member, io.BytesIO(content))
         return buffer.getvalue()
 
+    def sparse() -> bytes:
+        """Of a member that would be 100 GB in memory."""
+        buffer, member = io.BytesIO(), tarfile.TarInfo("cache.sqlite")
+        member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(100 << 30)}
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            tar.addfile(member)
+        return buffer.getvalue()
+
     def foreign(name: str) -> bytes:
         """A bundle that is sound but for a member that no bundle has."""
         with tarfile.open(fileobj=io.BytesIO(good)) as tar:
@@ -207,7 +221,7 @@ def damaged_bundles(good: bytes, path: Path) -> dict[str, bytes]:
         "newer": tar_of({"bundle.json": b'{"format": 2, "sha256": {}}'}), "no JSON": tar_of({"bundle.json": b"{"}),
         "outside": tar_of({"bundle.json": manifest, "../cache.sqlite": b"x"}),
         "link": tar_of({"bundle.json": b"", "cache.sqlite": b""}, link=True),
-        "unlisted": tar_of({"bundle.json": manifest, "cache.sqlite": b"x"}),
+        "unlisted": tar_of({"bundle.json": manifest, "cache.sqlite": b"x"}), "sparse": sparse(),
         **{f"foreign {name}": foreign(name) for name in (
             "cache.sqlite-wal", "cache.sqlite-journal", "cache.sqlite/x", "artefacts", "artefacts/a/b.json", "README",
         )},
@@ -296,6 +310,7 @@ caches = st.lists(results, max_size=6, unique_by=lambda result: result.identity)
 @given(st.lists(caches, min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_a_union_is_the_same_in_any_order_and_loses_nothing(several: list[Contents], random: Any) -> None:
     union = merged(several)
+    assert not gains(union.as_imported("b.bundle"), union.as_imported("a.bundle")).results, "equal under any name"
     shuffled = random.sample(several, len(several))
     assert set(map(repr, merged(shuffled).results)) == set(map(repr, union.results))
     assert merged([union, *several]).results == union.results == merged([union]).results

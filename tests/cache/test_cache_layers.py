@@ -213,6 +213,7 @@ def test_the_users_cache_named_twice_is_one_live_layer(tmp_path: Path, key: Tuni
         ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/dmuon-tune/cache.sqlite"),
         ({"DMUON_TUNE_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/dmuon-tune/cache.sqlite"),
         ({"DMUON_TUNE_CACHE_DIR": "here"}, f"{os.getcwd()}/here/cache.sqlite"),
+        ({"DMUON_TUNE_CACHE_DIR": "~/here"}, f"{os.path.expanduser('~')}/here/cache.sqlite"),
     ],
 )
 def test_the_users_path_follows_the_environment(environ: dict[str, str], expected: str) -> None:

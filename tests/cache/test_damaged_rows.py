@@ -71,7 +71,7 @@ def test_a_damaged_row_is_told_with_its_cache(table: str, column: str, value: An
     damage(filled, table, column, value)
     with Store.open(filled, read_only=True) as store:
         store.check()  # SQLite finds nothing
-        with pytest.raises(CacheError, match=f"{filled} holds a damaged row") as caught:
+        with pytest.raises(CacheError, match=f"{filled} is damaged: it holds") as caught:
             contents_of(store)
     assert "\n" not in str(caught.value)
 
@@ -93,5 +93,5 @@ def test_a_layer_with_a_damaged_row_stops_no_training(
 
 def test_a_result_beside_a_damaged_one_is_refused_in_a_line(filled: Path, key: TuningKey, ok: Ok) -> None:
     damage(filled, "trials", "samples", "{}")
-    with Store.open(filled) as store, pytest.raises(CacheError, match="holds a damaged row"):
+    with Store.open(filled) as store, pytest.raises(CacheError, match="is damaged: it holds"):
         store.record(key, {"tile_m": 2}, ok(2.0), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import sqlite3
 import threading
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, inspect, text
 
-from dmuon_tune.cache import ChainKey, Layers, Store, TuningKey, contents_of
-from dmuon_tune.cache.database import open_engine, use_wal
+from dmuon_tune.cache import ChainKey, Layers, Store, TuningKey, contents_of, is_bundle
+from dmuon_tune.cache.database import folder_lock, open_engine, use_wal
 from dmuon_tune.cache.migrations import SCHEMA_VERSION, found_version, prepare, require_current
 from dmuon_tune.errors import CacheError, UsageError
 from dmuon_tune.measurement import Measurement
@@ -34,7 +35,7 @@ def filled(path: Path, key: TuningKey, measurement: Measurement) -> Path:
     return path
 
 
-def set_version(path: Path, version: str) -> None:
+def set_version(path: Path, version: str | bytes) -> None:
     connection = sqlite3.connect(path)
     connection.execute("UPDATE dmuon_meta SET value = ? WHERE name = 'schema_version'", (version,))
     connection.commit()
@@ -84,7 +85,33 @@ def other_views(path: Path) -> None:
     connection.close()
 
 
-CORRUPTIONS = [not_sqlite, short_header, truncated, no_version, no_meta_table]
+def version_of_no_schema(path: Path) -> None:
+    set_version(path, "0")
+
+
+def endless_version(path: Path) -> None:
+    set_version(path, "9" * 5000)
+
+
+def version_in_other_digits(path: Path) -> None:
+    set_version(path, "\u0664")
+
+
+def version_of_bytes(path: Path) -> None:
+    set_version(path, b"4")
+
+
+def undecodable_schema(path: Path) -> None:
+    """One flipped bit, in what SQLite then quotes in its message."""
+    content = bytearray(path.read_bytes())
+    content[content.index(b"CREATE TABLE dmuon_keys") + 8] ^= 0x80
+    path.write_bytes(content)
+
+
+CORRUPTIONS = [
+    not_sqlite, short_header, truncated, no_version, no_meta_table, version_of_no_schema, endless_version,
+    version_in_other_digits, version_of_bytes, undecodable_schema,
+]
 OTHERS = [other_database, other_views]
 
 
@@ -92,6 +119,47 @@ def assert_one_useful_line(error: CacheError, path: Path) -> None:
     message = str(error)
     assert "\n" not in message and str(path) in message and ";" in message
     assert error.exit_code == 4
+
+
+def test_a_flipped_bit_anywhere_is_told_or_harmless(
+    tmp_path: Path, key: TuningKey, ok: Ok, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = filled(tmp_path / "good.sqlite", key, ok(1.0)).read_bytes()
+    rng, told = random.Random(0), 0
+    schema = [place + 9 for place in range(len(good)) if good.startswith((b"CREATE ", b"TABLE ", b"INDEX "), place)]
+    for place in [*schema, *rng.sample(range(len(good)), 100)]:
+        flipped = bytearray(good)
+        flipped[place] ^= 0x80 if place in schema else 1 << rng.randrange(8)
+        path = tmp_path / f"{place}.sqlite"
+        path.write_bytes(flipped)
+        with Layers.open({"DMUON_TUNE_CACHE_PATH": str(path), "DMUON_TUNE_STARTER": "0"}) as layers:
+            layers.entries(None, None)  # a job that trains
+        for read_only in (True, False):
+            try:
+                with Store.open(path, read_only=read_only) as store:
+                    contents_of(store)
+            except CacheError as error:
+                told += 1
+                assert_one_useful_line(error, path)
+    assert told > len(schema)
+
+
+def test_a_pipe_is_no_cache_to_wait_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cache.sqlite")
+    for read_only in (True, False):
+        with pytest.raises(CacheError) as caught:
+            Store.open(tmp_path / "cache.sqlite", read_only=read_only)
+        assert_one_useful_line(caught.value, tmp_path / "cache.sqlite")
+    assert not is_bundle(tmp_path / "cache.sqlite")
+
+
+def test_a_folder_that_another_process_holds_is_waited_for_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMUON_TUNE_BUSY_TIMEOUT_S", "0.1")
+    with folder_lock(tmp_path), pytest.raises(CacheError, match="locked by another process for more than 0.1 s"):
+        Store.open_user(environ={"DMUON_TUNE_CACHE_DIR": str(tmp_path)})
+    Store.open_user(environ={"DMUON_TUNE_CACHE_DIR": str(tmp_path)}).close()
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -85,12 +85,17 @@ def test_nothing_but_a_bundle_is_replaced(own_cache: Path, tmp_path: Path, run: 
     before, bundle = own_cache.read_bytes(), tmp_path / "x.bundle"
     (tmp_path / "notes.txt").write_text("mine")
     os.mkfifo(tmp_path / "fifo")
-    for place in (own_cache, tmp_path / "notes.txt", tmp_path / "fifo", tmp_path):
+    with tarfile.open(tmp_path / "backup.tar", "w") as tar:
+        tar.add(tmp_path / "notes.txt", "notes.txt")
+    backup = (tmp_path / "backup.tar").read_bytes()
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for place in (*(tmp_path / name for name in ("notes.txt", "fifo", "backup.tar", "circle")), own_cache, tmp_path):
         for command in (("export", str(place)), ("merge", str(own_cache), "--out", str(place))):
             done = run("cache", *command)
             assert done.code == 2 and "no bundle" in done.err and done.err.count("\n") == 1
     assert own_cache.read_bytes() == before and (tmp_path / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "fifo").is_fifo()
+    assert (tmp_path / "fifo").is_fifo() and (tmp_path / "backup.tar").read_bytes() == backup
+    assert run("cache", "import", str(tmp_path / "fifo")).code == 4
     assert run("cache", "export", str(bundle)).code == run("cache", "export", str(bundle)).code == 0
     link = tmp_path / "link.bundle"
     link.symlink_to(bundle)

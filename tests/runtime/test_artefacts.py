@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dmuon_tune.cache import Artefact, ArtefactStore, Store
 from dmuon_tune.cli import main
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import kernel
-from dmuon_tune.measure.build import tuning_key
+from dmuon_tune.measure.build import compile_portable, tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.portable import UnloadableCodeError
 from dmuon_tune.recipe import Group, Pick, Recipe, chain
@@ -209,6 +210,28 @@ def test_a_damaged_artefact_that_cannot_be_compiled_leaves_its_product_to_anothe
     (warning,) = said(caplog)
     assert broken.label() in warning and "another kernel runs instead" in warning
     assert torch.allclose(exact, GramNewtonSchulz(plan=resolved)(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("variable", ["DMUON_TUNE_CACHE_DIR", "DMUON_TUNE_CACHE_PATH"])
+def test_other_code_for_what_is_known_to_be_right_is_checked_before_it_runs(
+    cache: Path, variable: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the result was measured here, was checked when it was compiled here, or its former code passed."""
+    monkeypatch.delenv("DMUON_TUNE_CACHE_PATH")
+    monkeypatch.setenv(variable, str(cache.parent))
+    device, store = fingerprint("cpu"), ArtefactStore.beside(cache)
+    shutil.move(store.folder, cache.parent / "away")
+    assert not any(each.from_artefact for each in plan([GROUP], "cpu").groups[GROUP].bindings.values())
+    shutil.move(cache.parent / "away", store.folder)
+    assert all(each.from_artefact for each in plan([GROUP], "cpu").groups[GROUP].bindings.values())
+    artefact = next(artefact for artefact in store.all() if artefact.key.kernel == "gram.tilelang")
+    spec, shorter = kernel("gram.tilelang"), replace(artefact.key.problem, k=GROUP.cols // 2)
+    store.add(artefact.key, artefact.config, compile_portable(spec, shorter, spec.untuned(shorter, device), device))
+    assert store.verify() == [] and not said(caplog)
+    bound = plan([GROUP], "cpu").groups[GROUP].bindings.values()
+    assert [each.kernel for each in bound] == ["gram.library", "gemm_symmetric.tilelang", "apply.tilelang"]
+    (warning,) = said(caplog)
+    assert "gram.tilelang" in warning and "failed its check" in warning and "the library runs instead" in warning
 
 
 def test_a_record_of_other_source_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
