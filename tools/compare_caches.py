@@ -2,11 +2,13 @@
 
     dmuon-tune tune --preset qwen2.5-7b --cache a.sqlite
     dmuon-tune tune --preset qwen2.5-7b --cache b.sqlite
-    python tools/compare_caches.py a.sqlite b.sqlite
+    python tools/compare_caches.py a.sqlite b.sqlite --race cuda
 
-Where one run measured both winners, what counts is how much slower the other run's winner was there; else the ratio of
-the two runs' times. Exits with 1 where winners differ by more than --within, or none is common. Below them the chains
-that both have timed, whose times are of two runs.
+With --race two winners that differ are timed now on that device, one window of each round after round, and the ratio of
+those times counts: one kernel's times in two runs differ by several percent. Else, where one run measured both winners,
+what counts is how much slower the other run's winner was there, or the ratio of the two runs' times. Exits with 1 where
+winners differ by more than --within, or none is common. Below them the chains that both have timed, whose times are of
+two runs.
 """
 
 from __future__ import annotations
@@ -14,17 +16,23 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from _runner import Parser, run
 
+from dmuon_tune.backends.probe import resolve
 from dmuon_tune.cache import CacheEntry, Store
 from dmuon_tune.cli.output import config_text, microseconds, say, table
+from dmuon_tune.measure.executor import Executor
+from dmuon_tune.measure.job import Entrant, RaceJob, RaceResult
 from dmuon_tune.measure.standing import winners
 from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Group
 from dmuon_tune.words import counted
+
+SEED = 2  # of the inputs: others than the tuner's
+PREPARE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -69,19 +77,44 @@ def apart(first: Tuning, second: Tuning, problem: Problem) -> float:
     return max(a_us, b_us) / min(a_us, b_us) - 1
 
 
+def raced(first: Tuning, second: Tuning, problems: Iterable[Problem], device: str) -> dict[Problem, float]:
+    """How far apart the two winners of each problem are, timed against each other here; infinitely where one fails."""
+    place = resolve(device)
+    jobs = []
+    for problem in problems:
+        pair = (first.winners[problem], second.winners[problem])
+        entrants = tuple(
+            Entrant(each.key.kernel, each.config, int(each.measurement.resources.get("launches_per_window", 1)))
+            for each in pair
+        )
+        jobs.append(RaceJob(problem, entrants, place, SEED, PREPARE_S))
+    found = {}
+    if jobs:
+        with Executor(place) as executor:
+            for job, outcome in executor.run(jobs):
+                ended = outcome.measurements if isinstance(outcome, RaceResult) else ()
+                times_us = [each.median_us for each in ended if each is not None and each.median_us is not None]
+                both = len(times_us) == len(job.entrants)
+                found[job.problem] = max(times_us) / min(times_us) - 1 if both else math.inf
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="compare_caches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first")
     parser.add_argument("second")
     parser.add_argument("--within", type=float, default=0.01, help="of each other's time (default: 0.01)")
+    parser.add_argument("--race", metavar="DEVICE", help="time winners that differ against each other on this device")
     args = parser.parse_args(arguments)
     if not args.within > 0:
         parser.error(f"argument --within: {args.within:g} is not more than 0")
     first, second = Tuning.read(args.first), Tuning.read(args.second)
     common = [problem for problem in first.winners if problem in second.winners]
+    distances = {problem: apart(first, second, problem) for problem in common}
+    if args.race is not None:
+        distances |= raced(first, second, [problem for problem in common if distances[problem]], args.race)
     rows, far = [], 0
-    for problem in common:
-        distance = apart(first, second, problem)
+    for problem, distance in distances.items():
         far += distance > args.within
         cells = [
             cell

@@ -27,7 +27,7 @@ class Effort:
 
 EFFORTS = {
     "quick": Effort(trials=8, budget_s=70.0, patience=8, finalists=3),
-    "normal": Effort(trials=40, budget_s=450.0, patience=15, finalists=8),
+    "normal": Effort(trials=80, budget_s=450.0, patience=15, finalists=8),
     "max": Effort(trials=200, budget_s=None, patience=60, finalists=12),
 }
 
@@ -52,7 +52,7 @@ class TuneOptions:
     device: str = "auto"
     dtype: str | None = None
     backends: tuple[str, ...] | None = None
-    trials: int = 40
+    trials: int = 80
     budget_s: float | None = None
     sampler: str = DEFAULT
     patience: int | None = 15

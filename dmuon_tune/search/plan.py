@@ -14,7 +14,7 @@ from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Layers, Store
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.kernel_specs import ops
-from dmuon_tune.problem import Problem
+from dmuon_tune.problem import Problem, distance
 from dmuon_tune.recipe import Group, default_dtype
 from dmuon_tune.spec import KernelSpec
 
@@ -115,4 +115,8 @@ def searches_of(
         )
         for end, like in ends(groups, dtype, specs, device, options.weights_dtype).items()
     ]
-    return [*products.values(), *at_ends]
+    found = [*products.values(), *at_ends]
+    for search in found:
+        of_op = (each for each in found if each.problem.op == search.problem.op and each is not search)
+        search.siblings = sorted(of_op, key=lambda each: distance(each.problem, search.problem))
+    return found

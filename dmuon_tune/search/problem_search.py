@@ -23,6 +23,8 @@ from .samplers import DEFAULT
 MOST_RIVALS = 3  # that are tried in the winner's place inside a chain
 FAIR_TRIALS = 3  # configurations of a kernel before it may be left behind
 FAR_BEHIND = 1.3  # times the best: no space hides its best so far below its untuned choice unless that is bad
+HIDDEN = 1.8  # over their number: by how much the best may be faster than those tried (docs/search.md: 18 % at 10)
+ADOPT_EVERY = 3  # trials, of which one is a configuration that is the fastest elsewhere
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class ProblemSearch:
 
     is_end = False
     like: ProblemSearch | None = None  # of an end: the search of the product that it stands for
+    siblings: Sequence[ProblemSearch] = ()  # other problems' searches of this operation, the likest first
 
     def __init__(
         self, problem: Problem, kernel_searches: list[KernelSearch], trials: int, patience: int | None = None,
@@ -133,6 +136,10 @@ class ProblemSearch:
         """The next kernel's next configuration; None where the trials or all spaces are used up."""
         if self._proposed >= self.trials or self.is_settled:
             return None
+        adopted = None if self._proposed % ADOPT_EVERY else self._adopted()
+        if adopted is not None:
+            self._proposed += 1
+            return adopted
         turns = [self.kernels[(self._next_kernel + turn) % len(self.kernels)] for turn in range(len(self.kernels))]
         for each in sorted(turns, key=self._is_behind):  # stable: in turn, those far behind only where the rest is done
             config = each.proposer.propose()
@@ -141,6 +148,21 @@ class ProblemSearch:
                 self._proposed += 1
                 return Candidate(self, each, config)
         return None
+
+    def _adopted(self) -> Candidate | None:
+        """What is the fastest for the likest sibling by a kernel that is not far behind here, if it is new here."""
+        for each in self.kernels:
+            if self._is_behind(each):
+                continue
+            for sibling in self.siblings:
+                config = sibling.fastest_by(each.spec.name)
+                if config is not None and each.proposer.reserve(config):
+                    return Candidate(self, each, config)
+        return None
+
+    def fastest_by(self, kernel: str) -> Any | None:
+        """A kernel's configuration of the smallest median; None where none is ok."""
+        return next((config for name, config in self.fastest() if name == kernel), None)
 
     def leave_out(self, backend: str) -> None:
         """Forget the kernels of a DSL and what is known of them."""
@@ -157,9 +179,13 @@ class ProblemSearch:
         return self._in_vain[kernel] >= patience or not kernel.proposer.unseen or self._is_behind(kernel)
 
     def _is_behind(self, kernel: KernelSearch) -> bool:
-        """Whether a kernel's first FAIR_TRIALS configurations are all far slower than the problem's best, or failed."""
+        """Whether all of a kernel's configurations, FAIR_TRIALS or more, failed or are slower than the problem's best
+        by more than what is still to be found in its space."""
+        tried = len(kernel.outcomes)
+        if tried < FAIR_TRIALS:
+            return False
         best_us = min((m.median_us for _, m, _ in kernel.outcomes if m.median_us is not None), default=math.inf)
-        return len(kernel.outcomes) >= FAIR_TRIALS and best_us > FAR_BEHIND * (self.best_us or math.inf)
+        return best_us > min(FAR_BEHIND, 1 + HIDDEN / tried) * (self.best_us or math.inf)
 
     def observe(self, candidate: Candidate, measurement: Measurement) -> None:
         candidate.kernel.observe(candidate.config, measurement)

@@ -69,6 +69,39 @@ def test_a_kernel_far_behind_waits_until_the_others_are_done(slow: Measurement) 
         assert names[:12].count("slow") == 6
 
 
+@dataclass(frozen=True)
+class WideConfig:
+    place: int = choice(0, range(60))
+
+
+def test_the_more_a_kernel_has_had_the_closer_it_must_be_to_get_more() -> None:
+    """Of ten configurations the best may hide a sixth, of thirty a twentieth."""
+    problem, device = Problem("gram", 1, 8, 8, 8, "float32", "float32"), fingerprint("cpu")
+    times_us = {"fast": 100.0, "near": 103.0, "behind": 115.0}
+    wide = [replace(spec(variant), Config=WideConfig) for variant in times_us]
+    outcomes = {variant: Measurement.from_samples([time_us], 0.0, {}) for variant, time_us in times_us.items()}
+    with Store.open("sqlite://") as store:
+        names = [variant for variant, _ in order(problem_search(problem, wide, device, store, 90, 0), outcomes)]
+    counts = Counter(names)
+    assert 10 < counts["behind"] < 15 and abs(counts["near"] - counts["fast"]) <= 1
+
+
+def test_what_is_the_fastest_for_a_sibling_is_tried_early_and_once() -> None:
+    problems, device = [Problem("gram", 1, m, m, 8, "float32", "float32") for m in (8, 16, 64)], fingerprint("cpu")
+    with Store.open("sqlite://") as store:
+        wide = [replace(spec(""), Config=WideConfig)]
+        near, search, far = (problem_search(problem, wide, device, store, 12, 0) for problem in problems)
+        for sibling, place in ((near, 41), (far, 59)):
+            for candidate in sibling.seeds():
+                sibling.observe(candidate, OK)
+            best = Candidate(sibling, sibling.kernels[0], WideConfig(place))
+            sibling.observe(best, Measurement.from_samples([0.5], 0.0, {}))
+        search.siblings = [near, far]
+        places = [place for _, place in order(search, {"": OK})]
+    assert len(places) == 12 == len(set(places))
+    assert 41 in places[:4] and 59 in places[:7] and places.index(41) < places.index(59)
+
+
 def test_a_kernels_own_seeds_follow_its_untuned_configuration() -> None:
     problem, device = Problem("gram", 1, 8, 8, 8, "float32", "float32"), fingerprint("cpu")
     seeded = spec("seeded", seeds=lambda problem, device: [Config(7), Config(0), Config(99), Config(3)])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dmuon_tune.backends import backends
 from dmuon_tune.backends.probe import fingerprint
 from dmuon_tune.cache import Store
 from dmuon_tune.kernel_specs import kernel
@@ -91,3 +92,23 @@ def test_chains_that_both_have_timed_are_set_in_relation(compare: Compare, tmp_p
     ratios = {line.split()[0]: line.split()[-1] for line in done.stdout.splitlines()[-2:]}
     assert ratios == {"2x64x64": "1.040", "1x96x64": "0.820"}
     assert "2 chains timed in both: 145 us in all against 150, 0.967 times as long" in done.stderr
+
+
+@pytest.mark.skipif(
+    backends()["tilelang"].unavailable(DEVICE) is not None, reason="TileLang's CPU target cannot run here"
+)
+def test_winners_that_differ_may_be_timed_against_each_other(compare: Compare, tmp_path: Path) -> None:
+    """What the caches say of them, a hundredfold here, is not asked then; the same winners are not timed."""
+    first = cache(tmp_path / "a.sqlite", {64: {0: 1.0}, 96: {0: 1.0}})
+    second = cache(tmp_path / "b.sqlite", {64: {1: 100.0}, 96: {0: 5.0}})
+    assert compare(first, second, "--within", "50").returncode == 1
+    done = compare(first, second, "--within", "50", "--race", "cpu")
+    assert done.returncode == 0, done.stderr
+    apart = {line.split()[1]: line.split()[-1] for line in done.stdout.splitlines()[1:]}
+    assert apart["1x96x96x64"] == "same" and float(apart["1x64x64x64"].removesuffix("%")) < 5000
+    with Store.open(Path(second)) as store:
+        key = tuning_key(SPEC, Problem("gram", 1, 64, 64, 64, "float32", "float32"), DEVICE)
+        illegal = {**dict(vars(SPEC.legal_space(key.problem, DEVICE)[1])), "threads": 7}
+        store.record(key, illegal, Measurement.from_samples([0.5], 0.0, {}), {})
+    failed = compare(first, second, "--within", "50", "--race", "cpu")
+    assert failed.returncode == 1 and "inf%" in failed.stdout
