@@ -34,7 +34,7 @@ def register(commands: Any) -> None:
     search = parser.add_argument_group("search")
     search.add_argument(
         "--effort", choices=EFFORTS, default="normal",
-        help="quick: 8 trials a problem, 70 s in all; normal: 40 and 7m30s; max: 200 without a limit (default: normal)",
+        help="quick: 8 trials a problem, 70 s in all; normal: 80 and 7m30s; max: 200 without a limit (default: normal)",
     )
     search.add_argument(
         "--trials", type=options.trials, metavar="N",
