@@ -71,8 +71,8 @@ def raced(kernel: str, median_us: float, place: int, tile: int = 0) -> Contender
 def test_a_race_decides_across_kernels_until_something_is_far_faster() -> None:
     first, second = raced("gram.tilelang", 10.3, 0), raced("gram.library", 10.0, 1)
     assert winner([second, first]) == first.entry
-    assert winner([second, first, contender("gram.cutedsl", 9.5)]) == first.entry
-    faster = contender("gram.cutedsl", 9.0)
+    assert winner([second, first, contender("gram.cutedsl", 8.8)]) == first.entry, "as of a GPU before its power cap"
+    faster = contender("gram.cutedsl", 8.1)
     assert winner([second, first, faster]) == faster.entry
     older = raced("gram.tilelang", 12.0, 0, tile=3)  # of an earlier race that nothing of the later one was in
     assert winner([older, second, first]) == first.entry
