@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -169,30 +170,21 @@ def folder_lock(folder: Path) -> Iterator[None]:
             f"cannot read the cache's folder {folder}: {error.strerror}; set {CACHE_DIR_VARIABLE} to another folder"
         ) from error
     try:
-        _wait_for(lambda: _is_locked(descriptor), str(folder))
+        # The kernel wakes who waits, where who asks again and again may starve among sixteen; a thread bounds the wait.
+        # One that is still waiting when the descriptor is closed gives the lock back as soon as it has it.
+        waiting = threading.Thread(target=_lock, args=(descriptor,), daemon=True)
+        waiting.start()
+        waiting.join(busy_timeout_s())
+        if waiting.is_alive():
+            raise _locked(str(folder))
         yield
     finally:
         os.close(descriptor)
 
 
-def _is_locked(descriptor: int) -> bool:
-    """Whether this process holds it now, or none can: some network file systems lock no folders."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _wait_for(attempt: Callable[[], bool], where: str) -> None:
-    """Try until it succeeds; LockedCacheError after the busy timeout."""
-    deadline = time.monotonic() + busy_timeout_s()
-    while not attempt():
-        if time.monotonic() > deadline:
-            raise _locked(where)
-        time.sleep(RETRY_EVERY_S)
+def _lock(descriptor: int) -> None:
+    with suppress(OSError):  # some network file systems lock no folders
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def set_aside(path: Path) -> Path:
@@ -209,15 +201,15 @@ def set_aside(path: Path) -> Path:
 
 def use_wal(engine: Engine, where: str) -> None:
     """Switch a file to write-ahead logging: readers never wait. SQLite's own waiting does not cover this switch."""
-    def attempt() -> bool:
+    deadline = time.monotonic() + busy_timeout_s()
+    while True:
         try:
             with translated_errors(where):
-                run_alone(engine, "PRAGMA journal_mode=WAL")
+                return run_alone(engine, "PRAGMA journal_mode=WAL")
         except LockedCacheError:
-            return False
-        return True
-
-    _wait_for(attempt, where)
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_EVERY_S)
 
 
 def readable(engine: Engine, where: str) -> Engine:

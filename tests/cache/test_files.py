@@ -8,6 +8,7 @@ import random
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,25 @@ def test_a_folder_that_another_process_holds_is_waited_for_so_long(
     with folder_lock(tmp_path), pytest.raises(CacheError, match="locked by another process for more than 0.1 s"):
         Store.open_user(environ={"DMUON_TUNE_CACHE_DIR": str(tmp_path)})
     Store.open_user(environ={"DMUON_TUNE_CACHE_DIR": str(tmp_path)}).close()
+
+
+def test_nobody_who_waits_for_a_busy_folder_starves(tmp_path: Path) -> None:
+    """Sixteen that hold it in turn, with no pause in which asking now and then would succeed."""
+    taken = [0] * 16
+    end = time.monotonic() + 3
+
+    def hold(place: int) -> None:
+        while time.monotonic() < end:
+            with folder_lock(tmp_path):
+                taken[place] += 1
+                time.sleep(0.01)
+
+    threads = [threading.Thread(target=hold, args=(place,)) for place in range(len(taken))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert min(taken) >= 0.25 * sum(taken) / len(taken)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
