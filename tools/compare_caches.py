@@ -80,14 +80,10 @@ def apart(first: Tuning, second: Tuning, problem: Problem) -> float:
 def raced(first: Tuning, second: Tuning, problems: Iterable[Problem], device: str) -> dict[Problem, float]:
     """How far apart the two winners of each problem are, timed against each other here; infinitely where one fails."""
     place = resolve(device)
-    jobs = []
-    for problem in problems:
-        pair = (first.winners[problem], second.winners[problem])
-        entrants = tuple(
-            Entrant(each.key.kernel, each.config, int(each.measurement.resources.get("launches_per_window", 1)))
-            for each in pair
-        )
-        jobs.append(RaceJob(problem, entrants, place, SEED, PREPARE_S))
+    jobs = [
+        RaceJob(problem, tuple(Entrant.of(each.winners[problem]) for each in (first, second)), place, SEED, PREPARE_S)
+        for problem in problems
+    ]
     found = {}
     if jobs:
         with Executor(place) as executor:

@@ -7,6 +7,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dmuon_tune.cache import CacheEntry
 from dmuon_tune.device import DeviceFingerprint
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
@@ -42,6 +43,10 @@ class Entrant:
     kernel_name: str
     config: dict[str, Any] = field(hash=False)
     launches: int
+
+    @classmethod
+    def of(cls, entry: CacheEntry) -> Entrant:
+        return cls(entry.key.kernel, entry.config, int(entry.measurement.resources.get("launches_per_window", 1)))
 
 
 @dataclass(frozen=True)

@@ -187,12 +187,11 @@ def _cuda_rounds(lanes: dict[int, _Lane], clocks: Clocks | None) -> RunRound:
         last = now
         return {place: time_us / lanes[place].launches for place, time_us in zip(order, times_us, strict=True)}, steady
 
-    found, _ = run(list(lanes))
-    round_us = sum(found[place] * lane.launches for place, lane in lanes.items())
-    for _ in range(math.ceil(BURN_IN_US / round_us)):
-        for lane in lanes.values():
-            assert lane.graph is not None
-            lane.graph.replay()
+    every = [lane.graph for lane in lanes.values() if lane.graph is not None]
+    windows_us, _ = graph_windows(every, None)
+    for _ in range(math.ceil(BURN_IN_US / sum(windows_us))):
+        for graph in every:
+            graph.replay()
     return run
 
 

@@ -22,7 +22,7 @@ from .rotation import Rotation, RotationFor, cold_sets
 
 WINDOWS = 15
 GPU_WINDOW_US = 1_000.0
-GPU_BURN_IN_US = 100_000.0  # an H200 runs a product 10 % faster until its power cap holds, as it does in training
+GPU_BURN_IN_US = 100_000.0  # earlier an H200 is faster than in training, where its power cap holds
 GPU_TOTAL_US = 1_000_000.0
 GPU_MIN_WINDOWS = 5
 GPU_MAX_LAUNCHES = 1024

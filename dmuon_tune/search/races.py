@@ -143,12 +143,7 @@ class Finals:
 
 def job_of(race: Race, device: str, seed: int, prepare_s: float) -> RaceJob:
     """What the measuring process is asked to do."""
-    entrants = tuple(
-        Entrant(
-            each.entry.key.kernel, each.entry.config, int(_measurement(each).resources.get("launches_per_window", 1))
-        )
-        for each in race.entrants
-    )
+    entrants = tuple(Entrant.of(each.entry) for each in race.entrants)
     return RaceJob(race.search.problem, entrants, device, seed, prepare_s)
 
 
