@@ -20,7 +20,7 @@ from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 from dmuon_tune.processes import ended, free_memory_bytes, processors
 
-from .job import LOG_CHARS, AnyJob, Job, Outcome, kernels_of
+from .job import LOG_CHARS, AnyJob, Job, Outcome, kernels_of, read_turn, write_turn
 
 __all__ = ["Executor", "Job", "default_builders", "default_workers"]
 
@@ -32,7 +32,7 @@ BUILDER_BYTES = 2**30  # PyTorch, the DSLs and one compiler; 0.53 GB and as much
 # without a __main__ guard. No garbage collection until then: imports leave little, and it takes a tenth of their time.
 BOOTSTRAP = (
     "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[1]); "
-    "from dmuon_tune.measure.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from dmuon_tune.measure.worker import main; main(*map(int, sys.argv[2:]))"
 )
 
 
@@ -56,8 +56,8 @@ class Executor:
 
     A job has ``compile_timeout_s`` to compile and ``run_timeout_s`` to be verified and timed; waiting for the device
     counts for neither. A worker that exceeds its time is killed (``timeout``), one that dies is a ``crashed``
-    measurement; both are replaced. Where that ends a race, the resources name the ``entrant`` (its index) that it was
-    about to compile or verify. Use it from one thread.
+    measurement; both are replaced. Where that ends a race, the resources name the ``entrant`` (its index) whose turn it
+    was. Use it from one thread.
     """
 
     def __init__(
@@ -176,18 +176,18 @@ class _Worker:
         self._output = tempfile.TemporaryFile()
         # Shared with the child, so that its next line lands at the start after the file is emptied.
         fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
-        arguments = [json.dumps(sys.path), str(child.fileno()), str(os.getpid())]
+        self._turn = tempfile.TemporaryFile()
+        arguments = [json.dumps(sys.path), str(child.fileno()), str(self._turn.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
             [sys.executable, "-c", BOOTSTRAP, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            pass_fds=(child.fileno(),),
+            pass_fds=(child.fileno(), self._turn.fileno()),
             start_new_session=True,  # its compilers die with it, and Ctrl-C reaches the parent alone
         )
         child.close()
         self._job: AnyJob | None = None
-        self._entrant: int | None = None
         self._phase = "starting"
         self._since = time.monotonic()
 
@@ -196,7 +196,8 @@ class _Worker:
         return self._process.poll() is None
 
     def begin(self, job: AnyJob) -> None:
-        self._job, self._entrant = job, None
+        self._job = job
+        write_turn(self._turn.fileno(), None)
         self._output.truncate(0)
         if self._phase != "starting":
             self._enter("compiling")
@@ -251,8 +252,6 @@ class _Worker:
     def _message(self, kind: str, content: Any) -> Outcome | None:
         if kind in ("ready", "phase"):
             self._enter("compiling" if kind == "ready" else content)
-        elif kind == "entrant":
-            self._entrant = content
         elif kind == "result":
             outcome: Outcome = content
             if not isinstance(outcome, Measurement) or outcome.ok:
@@ -273,7 +272,8 @@ class _Worker:
         return self._failure("crashed", f"process died while {phase}: {how}")
 
     def _failure(self, status: str, text: str) -> Measurement:
-        resources = {} if self._entrant is None else {"entrant": self._entrant}
+        entrant = read_turn(self._turn.fileno())
+        resources = {} if entrant is None else {"entrant": entrant}
         return Measurement(status, resources=resources, log=self._with_output(text))
 
     def _with_output(self, text: str) -> str:

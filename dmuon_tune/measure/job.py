@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Any, ClassVar
 
 from dmuon_tune.cache import CacheEntry
@@ -14,6 +16,7 @@ from dmuon_tune.problem import Problem
 from dmuon_tune.recipe import Recipe
 
 LOG_CHARS = 4000  # kept of a traceback and of a process's output: enough for a compiler's complaint
+TURN = Struct("i")
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,15 @@ class Entrant:
 @dataclass(frozen=True)
 class RaceJob:
     """Time one problem's finalists against each other; those that ``prepare_s`` seconds are too short to compile, but
-    for the first two, are left out."""
+    for the first two, are left out. ``stepwise``: each window is waited for before the next begins, so that one that
+    fails is known; a GPU idles between them."""
 
     problem: Problem
     entrants: tuple[Entrant, ...]
     device: str
     seed: int
     prepare_s: float
+    stepwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,3 +122,14 @@ def kernels_of(job: AnyJob) -> set[tuple[str, Problem, str]]:
 def last_traceback() -> str:
     """The end of the traceback of the exception that is being handled."""
     return traceback.format_exc()[-LOG_CHARS:]
+
+
+def write_turn(file: int, entrant: int | None) -> None:
+    """Keep in an open file which entrant of a race is at work, for whoever outlives this process."""
+    os.pwrite(file, TURN.pack(-1 if entrant is None else entrant), 0)
+
+
+def read_turn(file: int) -> int | None:
+    """The entrant that ``write_turn`` kept."""
+    (entrant,) = TURN.unpack(os.pread(file, TURN.size, 0))
+    return None if entrant < 0 else entrant

@@ -37,6 +37,7 @@ REPLAYS = 4  # of an entrant's window before it is timed, after each of which wh
 REPORT_S = 0.5  # how often the parent hears that it goes on
 
 Round = dict[int, float]  # entrant → microseconds a call in one window
+Name = Callable[[int | None], None]  # says whose turn it is, or nobody's
 
 
 @dataclass
@@ -57,8 +58,25 @@ def race(
     """Compile and verify every entrant, then time them until the fastest is known or the rounds run out.
 
     A launch that fails on a GPU may leave a context in which every later one fails: it ends the race, as a measurement
-    whose resources name the ``entrant``. ``lock`` is called before the first launch.
+    whose resources name the ``entrant``, unless it was one of many that ran without a look between them. ``lock`` is
+    called before the first launch.
     """
+    turn: int | None = None
+
+    def name(place: int | None) -> None:
+        nonlocal turn
+        turn = place
+        report("entrant", place)
+
+    try:
+        return _race(job, device, report, name, lock)
+    except (Exception, SystemExit):
+        return Measurement("launch_error", resources={} if turn is None else {"entrant": turn}, log=last_traceback())
+
+
+def _race(
+    job: RaceJob, device: DeviceFingerprint, report: Callable[[str, Any], None], name: Name, lock: Callable[[], None]
+) -> Outcome:
     outcomes: dict[int, Measurement] = {}
     lanes: dict[int, _Lane] = {}
     compiled = {}
@@ -66,33 +84,31 @@ def race(
     for place, entrant in enumerate(job.entrants):
         if place >= AT_LEAST and time.monotonic() > end:
             break
-        report("entrant", place)
+        name(place)
         report("phase", "compiling")
         try:
             compiled[place] = compile_once(entrant.kernel_name, job.problem, entrant.config, device)
         except (Exception, SystemExit):
             outcomes[place] = Measurement("compile_error", log=last_traceback())
+    name(None)
     lock()
     first, rotation_for = cold_sets(ops()[job.problem.op], job.problem, job.device, device, job.seed)
     rotation = rotation_for(max(entrant.launches for entrant in job.entrants))
     for place, kernel in compiled.items():
-        report("entrant", place)
+        name(place)
         report("phase", "running")
         try:
             found = _prepared(job, place, kernel, first, rotation)
         except (Exception, SystemExit):
-            found = Measurement("launch_error", resources=kernel.resources, log=last_traceback())
             if device.kind == "cuda":
-                return Measurement("launch_error", resources={"entrant": place}, log=found.log)
+                raise
+            found = Measurement("launch_error", resources=kernel.resources, log=last_traceback())
         if isinstance(found, Measurement):
             outcomes[place] = found
         else:
             lanes[place] = found
-    report("entrant", None)
-    try:
-        outcomes |= _timed(lanes, job, lambda: report("phase", "running"))
-    except (Exception, SystemExit):
-        return Measurement("launch_error", log=last_traceback())
+    name(None)
+    outcomes |= _timed(lanes, job, name, lambda: report("phase", "running"))
     return RaceResult(tuple(outcomes.get(place) for place in range(len(job.entrants))))
 
 
@@ -123,12 +139,12 @@ def _require_repeatable(graph: torch.cuda.CUDAGraph, rotation: Rotation, launche
         rotation.require_alike(written, launches)
 
 
-def _timed(lanes: dict[int, _Lane], job: RaceJob, alive: Callable[[], None]) -> dict[int, Measurement]:
+def _timed(lanes: dict[int, _Lane], job: RaceJob, name: Name, alive: Callable[[], None]) -> dict[int, Measurement]:
     if not lanes:
         return {}
     on_cpu = job.device == "cpu"
     clocks = Clocks.of(job.device)
-    run = _cpu_rounds(lanes) if on_cpu else _cuda_rounds(lanes, clocks)
+    run = _cpu_rounds(lanes, name) if on_cpu else _cuda_rounds(lanes, clocks, name if job.stepwise else None)
     rounds, disturbed, tied = _rounds(set(lanes), run, random.Random(job.seed), alive)
     clock = clocks.read() if clocks else None
     shared: dict[str, Any] = {("contended" if on_cpu else "clock_moved"): True} if disturbed else {}
@@ -162,35 +178,54 @@ def paired(rounds: list[Round]) -> dict[int, list[float]]:
 RunRound = Callable[[list[int]], tuple[Round, bool]]  # entrants in order → their times, whether nothing disturbed them
 
 
-def _cpu_rounds(lanes: dict[int, _Lane]) -> RunRound:
+def _cpu_rounds(lanes: dict[int, _Lane], name: Name) -> RunRound:
     contention = Contention()
 
     def run(order: list[int]) -> tuple[Round, bool]:
         contention.clean()
         found = {}
         for place in order:
+            name(place)
             lane = lanes[place]
             found[place] = cpu_window(lane.launch, lane.arguments, lane.launches)
+        name(None)
         return found, contention.clean()
 
     return run
 
 
-def _cuda_rounds(lanes: dict[int, _Lane], clocks: Clocks | None) -> RunRound:
+def _cuda_rounds(lanes: dict[int, _Lane], clocks: Clocks | None, name: Name | None) -> RunRound:
+    """With ``name`` each entrant's work is over before the next one's turn, so that it is known whose work fails."""
+    graphs = {place: lane.graph for place, lane in lanes.items() if lane.graph is not None}
     last: Reading | None = None
+
+    def begin(place: int) -> None:
+        if name is not None:
+            torch.cuda.synchronize()
+            name(place)
+
+    def windows(order: list[int]) -> tuple[list[float], Reading | None]:
+        if name is None:
+            return graph_windows([graphs[place] for place in order], clocks)
+        times_us: list[float] = []
+        for place in order:
+            begin(place)
+            each_us, now = graph_windows([graphs[place]], clocks)
+            times_us += each_us
+        name(None)
+        return times_us, now
 
     def run(order: list[int]) -> tuple[Round, bool]:
         nonlocal last
-        graphs = [graph for place in order if (graph := lanes[place].graph) is not None]
-        times_us, now = graph_windows(graphs, clocks)
+        times_us, now = windows(order)
         steady = last is None or now is None or last.is_steady_to(now)
         last = now
         return {place: time_us / lanes[place].launches for place, time_us in zip(order, times_us, strict=True)}, steady
 
-    every = [lane.graph for lane in lanes.values() if lane.graph is not None]
-    windows_us, _ = graph_windows(every, None)
+    windows_us, _ = windows(list(graphs))
     for _ in range(math.ceil(BURN_IN_US / sum(windows_us))):
-        for graph in every:
+        for place, graph in graphs.items():
+            begin(place)
             graph.replay()
     return run
 

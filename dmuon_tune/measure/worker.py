@@ -24,32 +24,40 @@ from .artefact import build_artefact
 from .build import compile_once
 from .chain import BoundChain, check_and_time
 from .device_lock import device_lock
-from .job import AnyJob, BuildJob, ChainJob, Job, Outcome, RaceJob, last_traceback
+from .job import AnyJob, BuildJob, ChainJob, Job, Outcome, RaceJob, last_traceback, write_turn
 from .race import race
 from .rotation import UnlikeResults
 from .timing import time_launch
 from .verify import verify
 
-Report = Callable[[str, Any], None]  # tells the parent of a "phase", or of a race's next "entrant"
+Report = Callable[[str, Any], None]  # tells the parent of a "phase", or of the "entrant" of a race whose turn it is
 
 
-def main(pipe: int, parent: int) -> None:
-    """Serve jobs from file descriptor ``pipe`` until it closes or the process ``parent`` dies."""
+def main(pipe: int, turn: int, parent: int) -> None:
+    """Serve jobs from file descriptor ``pipe`` until it closes or the process ``parent`` dies; the file ``turn`` says
+    which entrant of a race is at work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     gc.freeze()  # else the collection after each job goes through all that was imported, a tenth of a second
     gc.enable()  # disabled by the executor's command
     connection = Connection(pipe)
-    connection.send(("ready", None))
+
+    def report(kind: str, content: Any) -> None:
+        if kind == "entrant":  # before every window: a message would wake the parent, which disturbs a CPU's timing
+            write_turn(turn, content)
+        else:
+            connection.send((kind, content))
+
+    report("ready", None)
     while True:
         try:
             job: AnyJob = connection.recv()
         except (EOFError, OSError):
             return
-        outcome = measure(job, lambda kind, content: connection.send((kind, content)))
+        outcome = measure(job, report)
         sys.stdout.flush()
         sys.stderr.flush()
-        connection.send(("result", outcome))
+        report("result", outcome)
 
 
 def measure(job: AnyJob, report: Report) -> Outcome:

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from logging import getLogger
 from typing import Any
 
 from dmuon_tune.cache import Store
@@ -16,6 +17,7 @@ from dmuon_tune.space import config_to_dict
 
 from .problem_search import Candidate, ProblemSearch
 
+logger = getLogger(__name__)
 PLAUSIBLE = 1.15  # times the best screening median: no noise hides the fastest kernel farther back
 BASELINE = 1.5  # the same for the library and the untuned configurations, which must not lose by bad luck
 PREPARE_S = 120.0  # for the compilations of one race
@@ -28,6 +30,7 @@ class Race:
 
     search: ProblemSearch
     entrants: tuple[Contender, ...]
+    stepwise: bool = False  # held again to find out which of them ended it
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class Finals:
 
     def keep(self, race: Race, outcome: Outcome, provenance: dict[str, Any]) -> bool:
         """Keep how a race ended; whether it decided. One that other processes disturbed does not: its times count as
-        those of any disturbed timing. Where an entrant took the process along, that is kept and the others race again.
+        those of any disturbed timing. Where an entrant ended it, that is kept and who is left races again; where it is
+        not known which one, all do, stepwise.
         """
         decides = False
         if isinstance(outcome, RaceResult):
@@ -129,22 +133,33 @@ class Finals:
             assert isinstance(outcome, Measurement)
             culprit = outcome.resources.get("entrant")
             if culprit is None:
+                self._hold_again(race, outcome)
                 return False
             results = [(race.entrants[culprit], replace(outcome, resources={}))]
-            left = (*race.entrants[:culprit], *race.entrants[culprit + 1 :])
-            if len(left) > 1:
-                self._again.append(Race(race.search, left))
         self._store.record_race(
             [(each.entry.key, each.entry.config, measurement) for each, measurement in results], provenance
         )
         race.search.refresh(self._store)
+        left = () if isinstance(outcome, RaceResult) else finalists(race.search, self._provenance, self._most)
+        if left:
+            self._again.append(replace(race, entrants=left))
         return decides
+
+    def _hold_again(self, race: Race, outcome: Measurement) -> None:
+        if race.stepwise:
+            label, log = race.search.problem.label(), outcome.log.strip().splitlines() or ["no output"]
+            logger.warning(
+                "the race of %s failed (%s: %s) and decides nothing; the next run holds it again",
+                label, outcome.status, log[-1],
+            )
+        else:
+            self._again.append(replace(race, stepwise=True))
 
 
 def job_of(race: Race, device: str, seed: int, prepare_s: float) -> RaceJob:
     """What the measuring process is asked to do."""
     entrants = tuple(Entrant.of(each.entry) for each in race.entrants)
-    return RaceJob(race.search.problem, entrants, device, seed, prepare_s)
+    return RaceJob(race.search.problem, entrants, device, seed, prepare_s, race.stepwise)
 
 
 def _placed(race: Race, result: RaceResult) -> list[tuple[Contender, Measurement]]:

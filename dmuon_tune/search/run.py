@@ -190,13 +190,15 @@ class Run:
             search.refresh(self._store)
 
     def _race(self, finals: Finals) -> None:
-        self._finals, begin = finals, time.monotonic()
+        self._finals = finals
+        begin = retiming_until = time.monotonic()
         prepare_s = self.left_s / math.ceil(max(1, finals.races) / self._fleet.capacity)
         while True:
             while not self._is_over() and (room := self._fleet.with_room()):
                 retiming = finals.next_retiming() if time.monotonic() < begin + self._retimings_s else None
                 race = None if retiming else finals.next_race()
                 if retiming:
+                    retiming_until = time.monotonic()
                     self._submit(room[0], retiming, self._job(retiming.candidate, room[0].device))
                 elif race:
                     job = race_job(race, room[0].device, self._rng.getrandbits(48), min(PREPARE_S, prepare_s))
@@ -210,7 +212,7 @@ class Run:
                 self._settle(*ended)
             elif self._is_over(self._grace()):
                 break
-        self._retimings_s -= time.monotonic() - begin
+        self._retimings_s -= retiming_until - begin
 
     def time_chains(self, searches: list[ChainSearch]) -> int:
         """Time the groups' chains, the earliest stage of all first; returns how many groups the budget's end left
@@ -381,8 +383,9 @@ class Run:
 
     def _keep_race(self, race: Race, outcome: Outcome, provenance: dict[str, Any]) -> None:
         assert self._finals is not None
-        self.raced += self._finals.keep(race, outcome, provenance)
-        winner = race.search.winner(self.provenance)
+        decided = self._finals.keep(race, outcome, provenance)
+        self.raced += decided
+        winner = race.search.winner(self.provenance) if decided else None
         if winner is not None:
             self._progress.raced(race.search.problem, winner.key.kernel, winner.measurement)
 

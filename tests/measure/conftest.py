@@ -14,7 +14,7 @@ KERNELS = Path(__file__).parent / "kernels"
 
 @pytest.fixture
 def test_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    names = [*sorted(path.stem for path in KERNELS.glob("bad_*.py")), "gpu_rare"]
+    names = sorted(path.stem for kind in ("bad", "late", "gpu") for path in KERNELS.glob(f"{kind}_*.py"))
     monkeypatch.syspath_prepend(str(KERNELS))
     monkeypatch.setenv(kernel_specs.EXTRA_MODULES_VARIABLE, ",".join(names))
     kernel_specs._modules.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,15 +102,35 @@ def test_a_race_times_what_is_right_and_says_how_the_others_failed(test_kernels:
     assert all(found.resources["race"]["windows"] == len(found.samples) >= race.FEWEST_ROUNDS for found in fast)
 
 
-def test_an_entrant_that_takes_the_process_along_is_named_and_the_next_race_runs(test_kernels: None) -> None:
+@pytest.mark.parametrize("failing", [
+    {"bad_exit": "crashed", "bad_kill": "crashed", "bad_hang": "timeout"},
+    {"late_exit": "crashed", "late_hang": "timeout", "late_raise": "launch_error"},  # in a timed round
+])
+def test_an_entrant_that_ends_a_race_is_named_and_the_next_race_runs(
+    test_kernels: None, failing: dict[str, str]
+) -> None:
     with Executor("cpu", run_timeout_s=5) as executor:
-        for place, (name, status) in enumerate([("exit", "crashed"), ("kill", "crashed"), ("hang", "timeout")]):
-            _, outcome = run(executor, *LIBRARY[:place], entrant(f"gram.library.bad_{name}"), LIBRARY[-1])
+        for place, (name, status) in enumerate(failing.items()):
+            _, outcome = run(executor, *LIBRARY[:place], entrant(f"gram.library.{name}"), LIBRARY[-1])
             assert isinstance(outcome, Measurement)
             assert (outcome.status, outcome.resources) == (status, {"entrant": place})
         _, outcome = run(executor, *LIBRARY, entrant("gram.library.bad_slow"), prepare_s=0.0)
     assert isinstance(outcome, RaceResult)
     assert [found is not None for found in outcome.measurements] == [True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_a_race_step_by_step_names_what_one_at_full_speed_does_not(test_kernels: None) -> None:
+    job = RaceJob(PROBLEM, (*LIBRARY, Entrant("gram.library.gpu_late", {}, 40)), "cuda", 1, 60.0)
+    with Executor("cuda") as executor:
+        for stepwise, resources in ((False, {}), (True, {"entrant": 2})):
+            ((_, outcome),) = executor.run([replace(job, stepwise=stepwise)])
+            assert isinstance(outcome, Measurement)
+            assert (outcome.status, outcome.resources) == ("launch_error", resources), outcome.log
+        ((_, outcome),) = executor.run([replace(job, entrants=job.entrants[:2], stepwise=True)])
+    assert isinstance(outcome, RaceResult)
+    assert [found and found.status for found in outcome.measurements] == ["ok", "ok"]
 
 
 @pytest.mark.gpu

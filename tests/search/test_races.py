@@ -140,9 +140,27 @@ def test_one_that_takes_the_process_along_is_kept_and_the_others_race_again(stor
     assert not finals.keep(race, Measurement("crashed", resources={"entrant": 0}, log="signal 11"), {})
     assert search.statuses() == {"ok": 2, "crashed": 1}
     left = finals.next_race()
-    assert left is not None and left.entrants == race.entrants[1:]
-    assert not finals.keep(left, Measurement("timeout", log="between windows"), {})  # nobody's in particular
-    assert finals.next_race() is None and search.statuses() == {"ok": 2, "crashed": 1}
+    assert left is not None and len(left.entrants) == 2
+    assert all(each.entry.key == race.entrants[0].entry.key or each.is_library for each in left.entrants)
+    assert race.entrants[0].entry.config not in [each.entry.config for each in left.entrants]
+    assert finals.next_race() is None
+
+
+def test_a_race_that_nobody_in_particular_ended_is_held_again_stepwise_and_then_said(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    search = screened(store, 12.0, ok(10.4), ok(10.0))
+    finals = Finals([search], store, {}, 8)
+    race = finals.next_race()
+    assert race is not None and not job_of(race, "cpu", 5, 1.0).stepwise
+    for _ in range(2):
+        assert race is not None and not finals.keep(race, Measurement("timeout", log="one\nbetween windows"), {})
+        assert bool(caplog.messages) == race.stepwise
+        race = finals.next_race()
+        assert race is None or race.stepwise and job_of(race, "cpu", 5, 1.0).stepwise
+    assert race is None and search.statuses() == {"ok": 3}
+    (said,) = caplog.messages
+    assert search.problem.label() in said and "timeout: between windows" in said
 
 
 def test_a_search_that_a_race_has_ended_stays_ended_until_more_trials_are_asked(store: Store) -> None:

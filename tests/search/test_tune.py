@@ -119,6 +119,22 @@ PLANTED = {  # how each of its configurations ends, and how many there are
 BESIDE = {"bad_exit": ("crashed", 1), "bad_slow": ("ok", 1), "bad_values": ("wrong_result", 1)}
 
 
+def test_a_finalist_that_fails_in_its_race_is_kept_as_that_and_nothing_says_that_it_won(
+    misbehaving: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    late = {"late_exit": "crashed", "late_hang": "timeout", "late_raise": "launch_error"}
+    monkeypatch.setenv(EXTRA_MODULES_VARIABLE, ",".join(late))
+    with Store.open(tmp_path / "cache.sqlite") as store:
+        first = tune([Group(1, 9, 21)], store, WITH_HANGS, events := Recorder())
+        statuses = {trial.key.kernel.rpartition(".")[2]: trial.measurement.status for trial in store.all_trials()}
+        assert late.items() <= statuses.items()
+        assert not any(kernel.rpartition(".")[2] in late for kernel in events.races.values())
+        assert all(report.winner and report.winner.key.kernel.rpartition(".")[2] not in late
+                   for report in first.problems)
+        quiet(store)
+        assert tune([Group(1, 9, 21)], store, WITH_HANGS).measured == 0
+
+
 def test_fifty_bad_candidates_never_win_are_kept_and_the_second_run_measures_nothing(
     misbehaving: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
