@@ -68,4 +68,7 @@ def config_from_dict(config_type: type, fields: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(config_type)}
     if set(fields) != known:
         raise ValueError(f"{config_type.__name__} has fields {sorted(known)}, not {sorted(fields)}")
-    return config_type(**fields)
+    try:
+        return config_type(**fields)
+    except Exception as error:  # of its own checks
+        raise ValueError(f"{config_type.__name__} takes no {fields}: {error}") from error

@@ -6,14 +6,20 @@ import hashlib
 import importlib.util
 import os
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, wraps
+from logging import getLogger
+from traceback import walk_tb
 from typing import Any, Literal
 
 from . import space
 from .device import DeviceFingerprint
+from .errors import said
 from .problem import Problem
+
+logger = getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,9 @@ class KernelSpec:
     ``heuristic`` picks the untuned configuration by shape, ``seeds`` those that the search measures before it learns,
     the likeliest first. ``sources`` are the modules whose code the kernel is made of; they make its digest.
     ``variant`` tells apart several kernels of one op in one DSL; ``library`` without one is the vendor library itself.
+
+    Neither a search nor a training is stopped by what raises in ``refusal``, ``illegality``, ``heuristic``, ``seeds``
+    or Config, or is no answer: it leaves out what it was asked about, and the kernel's first such fault is warned of.
     """
 
     op: str
@@ -87,6 +96,12 @@ class KernelSpec:
     heuristic: Callable[[Problem, DeviceFingerprint], Any] | None = field(default=None)
     seeds: Callable[[Problem, DeviceFingerprint], Sequence[Any]] | None = field(default=None, kw_only=True)
     variant: str = ""
+
+    def __post_init__(self) -> None:
+        for what in _ASKED:
+            ask = getattr(self, what)
+            if callable(ask):
+                object.__setattr__(self, what, _guarded(self, what, getattr(ask, "asked", ask)))
 
     @cached_property
     def name(self) -> str:
@@ -110,7 +125,7 @@ class KernelSpec:
         candidates = [self.heuristic(problem, device)] if self.heuristic else []
         candidates.append(self.Config())
         for config in candidates:
-            if self.is_legal(problem, config, device):
+            if config is not None and self.is_legal(problem, config, device):
                 return config
         return next(iter(self.legal_space(problem, device)), None)
 
@@ -119,12 +134,78 @@ class KernelSpec:
         return digest_of(self.sources)
 
 
+_WORDS = "None or why not in words"
+_ASKED = {  # what a kernel is asked → (what it answers, what a fault leads to)
+    "refusal": (_WORDS, "it is left out"),
+    "illegality": (_WORDS, "the configurations that it fails at are left out"),
+    "heuristic": ("a Config", "its default stands in"),
+    "seeds": ("Configs", "the search begins without them"),
+}
+
+
+def _guarded(spec: KernelSpec, what: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+    """``ask``, kept as ``asked``, whose faults are warned of once and become an answer: of no use, or a refusal."""
+    wanted, result = _ASKED[what]
+    module = getattr(ask, "__module__", "")
+    is_warned = False
+
+    @wraps(ask)
+    def guarded(*arguments: Any) -> Any:
+        nonlocal is_warned
+        try:
+            answer = tuple(ask(*arguments)) if what == "seeds" else ask(*arguments)
+            if _is_answer(spec, what, answer):
+                return answer
+            fault = f"{what} returned {reprlib.repr(answer)}, not {wanted}"
+        except _AsksProblem:
+            raise
+        except (Exception, SystemExit) as error:
+            fault = f"{what} raised {_raised(error, module)}"
+        if not is_warned:
+            is_warned = True
+            _warn(spec, module, fault, result)
+        return {"heuristic": None, "seeds": ()}.get(what, fault)
+
+    vars(guarded)["asked"] = ask
+    return guarded
+
+
+def _is_answer(spec: KernelSpec, what: str, answer: Any) -> bool:
+    if what in ("refusal", "illegality"):
+        return answer is None or isinstance(answer, str) and answer != ""
+    return all(isinstance(config, spec.Config) for config in (answer if what == "seeds" else (answer,)))
+
+
+def _raised(error: BaseException, module: str) -> str:
+    """What a kernel's code raised, and at which line of its module."""
+    places = [
+        f" at {frame.f_code.co_filename}:{line}"
+        for frame, line in walk_tb(error.__traceback__) if frame.f_globals.get("__name__") == module
+    ]
+    return said(error) + "".join(places[-1:])
+
+
+def _warn(spec: KernelSpec, module: str, fault: str, result: str) -> None:
+    logger.warning("kernel %s of module %s: %s; %s", spec.name, module, fault, result)
+
+
 @lru_cache(256)
 def _legal_space(spec: KernelSpec, problem: Problem, device: DeviceFingerprint) -> tuple[Any, ...]:
     if not spec.serves(problem, device):
         return ()
-    candidates = _candidates(spec.Config, spec.illegality, device)
+    candidates = _space(spec, device)
     return tuple(config for config in candidates if spec.illegality(problem, config, device) is None)
+
+
+@lru_cache(64)
+def _space(spec: KernelSpec, device: DeviceFingerprint) -> tuple[Any, ...]:
+    """What of a kernel's space may be legal on a device; empty where its Config cannot be made."""
+    try:
+        return _candidates(spec.Config, getattr(spec.illegality, "asked", spec.illegality), device)
+    except (Exception, SystemExit) as error:
+        module = spec.Config.__module__
+        _warn(spec, module, f"Config raised {_raised(error, module)}", "it is left out")
+        return ()
 
 
 class _AnyProblem:
@@ -154,7 +235,7 @@ def _candidates(
     def may_be_legal(config: Any) -> bool:
         try:
             return illegality(problem, config, device) is None
-        except _AsksProblem:
+        except (Exception, SystemExit):  # _AsksProblem, or a fault, which is said of a problem
             return True
 
     return tuple(filter(may_be_legal, space.each_of(config_type)))

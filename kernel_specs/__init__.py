@@ -11,6 +11,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from dmuon_tune import space
 from dmuon_tune.errors import UsageError, said
 from dmuon_tune.spec import KernelSpec, OpSpec
 
@@ -84,6 +85,10 @@ def _wrong_field(spec: KernelSpec | OpSpec) -> str | None:
             return f"{name} must be callable, not {type(fields[name]).__name__}"
     if not (isinstance(fields["Config"], type) and dataclasses.is_dataclass(spec.Config)):
         return "Config must be a dataclass"
+    try:
+        hash(spec.Config()), space.config_json(spec.Config())
+    except (Exception, SystemExit) as error:
+        return f"Config must be frozen, with a default of JSON's types for each field: {said(error)}"
     if not isinstance(fields["sources"], tuple) or not spec.sources:
         return "sources must be a tuple of module names"
     try:

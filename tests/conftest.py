@@ -34,8 +34,8 @@ LONGEST = (  # files that 'make test' begins with, so that no worker is left wit
     "search/test_sharing.py", "cli/test_imports.py", "measure/test_executor.py", "tools/test_stress_cache.py",
     "runtime/distributed/test_faults.py", "runtime/distributed/test_resume.py", "cli/test_bundles.py",
     "tools/test_bench_ns.py", "measure/test_race.py", "runtime/dedicated/test_resume.py", "search/test_homes.py",
-    "runtime/distributed/test_modes.py", "test_contributing.py", "search/test_kills.py", "search/test_replay.py",
-    "test_packaging.py", "report/test_report.py", "kernel_specs/test_interpreter.py",
+    "runtime/distributed/test_modes.py", "cli/test_faulty_kernels.py", "test_contributing.py", "search/test_kills.py",
+    "search/test_replay.py", "test_packaging.py", "report/test_report.py", "kernel_specs/test_interpreter.py",
 )
 
 
