@@ -21,9 +21,11 @@ from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
 
+from .record_faults import faults
 from .samplers import Floats, LegalSpace
 
 FORMAT = 1
+UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 HOW_TO_WRITE = "write one with 'dmuon-tune replay --export FILE'"
 
 
@@ -49,7 +51,7 @@ class Record:
     @property
     def has_costs(self) -> bool:
         """Whether it is known how long at least one configuration took."""
-        return any(seconds is not None for seconds in self.run_s)
+        return any(None not in both for both in zip(self.compile_s, self.run_s, strict=False))
 
     def costs_s(self, workers: int) -> Floats:
         """Seconds that each configuration adds to a run in which so many processes compile beside one that times; the
@@ -85,7 +87,7 @@ class Record:
 
     @classmethod
     def read(cls, path: str | Path) -> Record:
-        """UsageError for a file that is not a record of this format, or cannot be read."""
+        """UsageError for a file that is not a record of this format, cannot be read, or holds what cannot be."""
         try:
             content = Path(path).read_bytes()
         except OSError as error:
@@ -94,9 +96,13 @@ class Record:
             fields = json.loads(gzip.decompress(content))
             if fields.pop("format") != FORMAT:
                 raise ValueError("another format")
-            return cls(**fields)
-        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            found = cls(**fields)
+        except UNREADABLE as error:
             raise UsageError(f"{path} is no record of this version; {HOW_TO_WRITE}") from error
+        wrong = next(faults(found), None)
+        if wrong is not None:
+            raise UsageError(f"{path} is a damaged record: {wrong}; {HOW_TO_WRITE}")
+        return found
 
 
 def records(store: Store, chosen: Callable[[Problem, str], bool]) -> list[Record]:
