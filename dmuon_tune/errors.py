@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from traceback import walk_tb
+
 
 class DmuonTuneError(Exception):
     """A failure said in one line: what, where, and what to do next. Exit code 1."""
@@ -49,6 +51,15 @@ def said(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def raised(error: BaseException, module: str) -> str:
+    """The same, and at which line of a module's code that is asked: the innermost one."""
+    places = [
+        f" at {frame.f_code.co_filename}:{line}"
+        for frame, line in walk_tb(error.__traceback__) if frame.f_globals.get("__name__") == module
+    ]
+    return said(error) + "".join(places[-1:])
 
 
 def outcome(error: Exception) -> tuple[int, str]:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, wraps
 from logging import getLogger
-from traceback import walk_tb
 from typing import Any, Literal
 
 from . import space
 from .device import DeviceFingerprint
-from .errors import said
+from .errors import raised
 from .problem import Problem
 
 logger = getLogger(__name__)
@@ -160,7 +159,7 @@ def _guarded(spec: KernelSpec, what: str, ask: Callable[..., Any]) -> Callable[.
         except _AsksProblem:
             raise
         except (Exception, SystemExit) as error:
-            fault = f"{what} raised {_raised(error, module)}"
+            fault = f"{what} raised {raised(error, module)}"
         if not is_warned:
             is_warned = True
             _warn(spec, module, fault, result)
@@ -174,15 +173,6 @@ def _is_answer(spec: KernelSpec, what: str, answer: Any) -> bool:
     if what in ("refusal", "illegality"):
         return answer is None or isinstance(answer, str) and answer != ""
     return all(isinstance(config, spec.Config) for config in (answer if what == "seeds" else (answer,)))
-
-
-def _raised(error: BaseException, module: str) -> str:
-    """What a kernel's code raised, and at which line of its module."""
-    places = [
-        f" at {frame.f_code.co_filename}:{line}"
-        for frame, line in walk_tb(error.__traceback__) if frame.f_globals.get("__name__") == module
-    ]
-    return said(error) + "".join(places[-1:])
 
 
 def _warn(spec: KernelSpec, module: str, fault: str, result: str) -> None:
@@ -204,7 +194,7 @@ def _space(spec: KernelSpec, device: DeviceFingerprint) -> tuple[Any, ...]:
         return _candidates(spec.Config, getattr(spec.illegality, "asked", spec.illegality), device)
     except (Exception, SystemExit) as error:
         module = spec.Config.__module__
-        _warn(spec, module, f"Config raised {_raised(error, module)}", "it is left out")
+        _warn(spec, module, f"Config raised {raised(error, module)}", "it is left out")
         return ()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from dmuon_tune import space
 from dmuon_tune.measurement import Measurement
 
+from .asked import AskedSampler
 from .samplers import LegalSpace, Sampler
 
 
@@ -57,19 +58,14 @@ class Proposer:
             self._known.append(outcome)
 
     def propose(self) -> Any | None:
-        """The next configuration, or None where none is left."""
-        unseen = np.flatnonzero(self._is_unseen)
-        if not len(unseen):
-            return None
-        row = self._sampler.pick(unseen)
-        self._is_unseen[row] = False
-        return self._legal[row]
+        """The next configuration, or None where none is left; UsageError where the sampler fails at it."""
+        return self._legal[self._sampler.pick(self._is_unseen)] if self.unseen else None
 
     @cached_property
-    def _sampler(self) -> Sampler:
+    def _sampler(self) -> AskedSampler:
         """Made when it is first needed: most searches of a continued run propose nothing."""
         first = [self._rows[config] for config in self._first() if config in self._rows]
-        made = self._sampler_type(legal_space(self._config_type, self._legal), self._seed, first)
+        made = AskedSampler(self._sampler_type, legal_space(self._config_type, self._legal), self._seed, first)
         for row, time_us in self._known:
             made.observe(row, time_us)
         return made

@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from dmuon_tune.errors import UsageError
 from dmuon_tune.processes import processors
 
+from .asked import AskedSampler
 from .record import Record
 from .samplers import Floats, sampler_type
 
 MARKS = (10, 25, 50, 100, 200, 400, 800)  # evaluations at which a table says how far a sampler came
 NEAR = 0.97  # of the optimum: what a search is stopped at by a tuner in a hurry
 PROCESS_EVALUATIONS = 2000  # that make up for a process's start
+MOST_EVALUATIONS = 10**7  # in all: a gigabyte, and hours by the quickest sampler that learns
+RUN_EVALUATIONS = 50  # whose memory a run takes beside its own
 
 
 @dataclass(frozen=True)
@@ -62,24 +66,31 @@ def replay(
     records: Sequence[Record], names: Sequence[str], evaluations: int, seeds: int, workers: int = 1
 ) -> list[Curve]:
     """Each sampler of ``names`` on each record, with the seeds 0, 1, …, a blind one once and to the end, in seconds as
-    if so many ``workers`` compiled beside each other; UsageError for an unknown name.
+    if so many ``workers`` compiled beside each other; UsageError for an unknown name, a faulty sampler, or more than
+    MOST_EVALUATIONS.
 
     Long replays run on all processors; equal arguments give equal curves.
     """
     is_blind = {name: sampler_type(name).is_blind for name in names}
-    tasks = [
-        (record, name, len(record.rows) if is_blind[name] else min(evaluations, len(record.rows)), seed)
-        for record in records for name in names for seed in range(1 if is_blind[name] else seeds)
+    curves = [
+        (record, name, len(record.rows) if is_blind[name] else min(evaluations, len(record.rows)))
+        for record in records for name in names
     ]
-    processes = min(processors(), len(tasks) * evaluations // PROCESS_EVALUATIONS)
+    seeds_of = {name: 1 if is_blind[name] else seeds for name in names}
+    total = sum(seeds_of[name] * length for _, name, length in curves)
+    if total + sum(seeds_of[name] * RUN_EVALUATIONS for _, name, _ in curves) > MOST_EVALUATIONS:
+        raise UsageError(
+            f"{total} evaluations, by {seeds} seeds, are more than a replay can hold; lower --seeds or --evaluations"
+        )
+    tasks = ((*curve, seed) for curve in curves for seed in range(seeds_of[curve[1]]))
+    processes = min(processors(), total // PROCESS_EVALUATIONS)
     if processes > 1:
         with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
             runs = iter(list(pool.map(_run, tasks)))
     else:
         runs = map(_run, tasks)
     return [
-        _curve(record, name, [next(runs) for _ in range(1 if is_blind[name] else seeds)], workers)
-        for record in records for name in names
+        _curve(record, name, [next(runs) for _ in range(seeds_of[name])], workers) for record, name, _ in curves
     ]
 
 
@@ -99,17 +110,16 @@ def run(record: Record, name: str, evaluations: int, seed: int) -> tuple[list[fl
     """The fraction of the optimum that one sampler has reached after each evaluation, 0 before the first ok one, and
     the rows that it evaluated."""
     space = record.legal_space()
-    picks = sampler_type(name)(space, seed, record.first)
+    sampler = AskedSampler(sampler_type(name), space, seed, record.first)
     is_unseen = np.ones(len(space), dtype=bool)
-    best_us, reached, rows = np.inf, [], []
+    optimum_us, best_us, reached, rows = record.best_us, np.inf, [], []
     for _ in range(evaluations):
-        row = picks.pick(np.flatnonzero(is_unseen))
-        is_unseen[row] = False
+        row = sampler.pick(is_unseen)
         time_us = record.times_us[row]
-        picks.observe(row, time_us)
+        sampler.observe(row, time_us)
         best_us = min(best_us, np.inf if time_us is None else time_us)
-        reached.append(float(record.best_us / best_us))
-        rows.append(int(row))
+        reached.append(float(optimum_us / best_us))
+        rows.append(row)
     return reached, rows
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import tracemalloc
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from dmuon_tune.kernel_specs import kernel
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measurement import Measurement
 from dmuon_tune.problem import Problem
+from dmuon_tune.search.record import Record
 from dmuon_tune.space import config_to_dict
 
 from .conftest import Run
@@ -104,3 +108,39 @@ def test_a_plot_that_cannot_be_written_is_refused_first(name: str, word: str, ru
     (tmp_path / "folder.png").mkdir()
     result = run("replay", *SHORT, "--plot", str(tmp_path / name))
     assert (result.code, result.out) == (2, "") and word in result.err
+
+
+@pytest.mark.parametrize("kind", ["text", "nan", "no time", "no costs"])
+def test_a_damaged_record_is_refused_and_one_without_costs_is_replayed(run: Run, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "record.json.gz"
+    times_us = {"nan": [math.nan, 2.0], "no time": [None, None]}.get(kind, [1.0, 2.0])
+    Record("p", "k", "d", {"a": [1, 2]}, [[0], [1]], times_us, [], [None, None], [1.0, None]).write(path)
+    if kind == "text":
+        path.write_text("times")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = run("replay", "--record", str(path), "--samplers", "random", "--seeds", "2")
+    if kind == "no costs":
+        assert (result.code, result.err) == (0, "") and "s_to_97%" not in result.out
+    else:
+        assert (result.code, result.out) == (2, "")
+        assert str(path) in result.err and "write one with" in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("samplers", ["random", "random,enumeration", "enumeration"])
+@pytest.mark.parametrize("option", ["--seeds", "--evaluations", "--workers", "--least"])
+def test_a_count_too_large_is_refused_before_anything_is_held(
+    run: Run, tmp_path: Path, option: str, samplers: str
+) -> None:
+    path = tmp_path / "record.json.gz"
+    Record("p", "k", "d", {"a": [1, 2]}, [[0], [1]], [1.0, 2.0], []).write(path)
+    tracemalloc.start()
+    result = run("replay", "--record", str(path), "--samplers", samplers, option, "999999999")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 * 2**20
+    if option == "--seeds" and samplers != "enumeration":  # a blind one runs once, and no run is longer than its space
+        assert (result.code, result.out) == (2, "") and "lower --seeds or --evaluations" in result.err
+        assert result.err.count("\n") == 1
+    else:
+        assert result.code == 0, result.err

@@ -7,12 +7,14 @@ import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from logging import getLogger
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dmuon_tune.errors import UsageError
+from dmuon_tune.errors import UsageError, raised
 
+logger = getLogger(__name__)
 DEFAULT = "combined"
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -81,12 +83,18 @@ class Sampler:
 
 @cache
 def samplers() -> dict[str, type[Sampler]]:
-    """Every sampler by name: one file each in this folder."""
+    """Every sampler by name: one file each in this folder; a file that is of no use is left out with a warning."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
-        loaded = importlib.import_module(f"{__name__}.{module.name}")
-        if hasattr(loaded, "SAMPLER"):
-            found[loaded.SAMPLER.name] = loaded.SAMPLER
+        name = f"{__name__}.{module.name}"
+        try:
+            kind = vars(importlib.import_module(name)).get("SAMPLER", Sampler)
+            if not issubclass(kind, Sampler) or kind is not Sampler and not isinstance(kind.name, str):
+                raise TypeError("SAMPLER must be a subclass of Sampler with a name")
+        except (Exception, SystemExit) as error:
+            logger.warning("sampler module %s is left out: %s", name, raised(error, name))
+        else:
+            found |= {kind.name: kind} if kind is not Sampler else {}
     return found
 
 
