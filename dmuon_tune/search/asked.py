@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ class AskedSampler:
 
 def _wrong(picked: Any, is_unseen: Mask) -> str | None:
     """What is wrong with a pick, None where nothing is."""
-    if not isinstance(picked, Integral) or isinstance(picked, bool):
+    if isinstance(picked, bool) or not isinstance(picked, int | np.integer):
         return "which is not an integer"
     if not 0 <= picked < len(is_unseen):
         return f"which is no row: there are {len(is_unseen)}"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .record import Record
+from typing import Any
 
 MOST = 1e12  # µs or seconds: more than was ever measured, and few enough to add up
 
 
-def faults(record: Record) -> Iterator[str]:
-    """What is wrong in a record's fields, whatever types they are of; each assumes that none came before."""
+def faults(record: Any) -> Iterator[str]:
+    """What is wrong in a Record's fields, whatever types they are of; each assumes that none came before."""
     for name in ("problem", "kernel", "device"):
         if not isinstance(getattr(record, name), str):
             yield f"{name} must be a text, not {_short(getattr(record, name))}"
@@ -34,7 +31,7 @@ def faults(record: Record) -> Iterator[str]:
         yield from _items(name, seconds, "seconds, 0 or more, or null", _is_duration, None if seconds == [] else count)
 
 
-def _rows(record: Record) -> Iterator[str]:
+def _rows(record: Any) -> Iterator[str]:
     yield from _items("rows", record.rows, "an array", lambda row: isinstance(row, list))
     if not record.rows:
         yield "rows is empty"

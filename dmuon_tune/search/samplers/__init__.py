@@ -84,7 +84,7 @@ class Sampler:
 @cache
 def samplers() -> dict[str, type[Sampler]]:
     """Every sampler by name: one file each in this folder; a file that is of no use is left out with a warning."""
-    found = {}
+    found: dict[str, type[Sampler]] = {}
     for module in pkgutil.iter_modules(__path__):
         name = f"{__name__}.{module.name}"
         try:
@@ -94,7 +94,8 @@ def samplers() -> dict[str, type[Sampler]]:
         except (Exception, SystemExit) as error:
             logger.warning("sampler module %s is left out: %s", name, raised(error, name))
         else:
-            found |= {kind.name: kind} if kind is not Sampler else {}
+            if kind is not Sampler:
+                found[kind.name] = kind
     return found
 
 
