@@ -134,11 +134,9 @@ def _place(args: argparse.Namespace) -> str | None:
 
 
 def _check_backends(names: Iterable[str] | None) -> None:
-    from dmuon_tune.backends import backends
+    from dmuon_tune.search.kernel_search import check_backends
 
-    unknown = [name for name in names or () if name not in backends()]
-    if unknown:
-        raise UsageError(f"unknown backend {unknown[0]!r}; choose among {', '.join(sorted(backends()))}")
+    check_backends(names)
 
 
 def _gaps(report: TuneReport, asked: tuple[str, ...] | None) -> list[tuple[str, str]]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from logging import getLogger
 from typing import Any
 
 from dmuon_tune.backends import backends
 from dmuon_tune.cache import CacheEntry, Store, Trial, TuningKey
 from dmuon_tune.cache.models import canonical
 from dmuon_tune.device import DeviceFingerprint
-from dmuon_tune.errors import NoLegalConfigError
+from dmuon_tune.errors import NoLegalConfigError, UsageError
 from dmuon_tune.kernel_specs import kernels
 from dmuon_tune.measure.build import tuning_key
 from dmuon_tune.measure.winners import Contender
@@ -24,6 +25,8 @@ from dmuon_tune.spec import KernelSpec
 from .neighbours import Neighbours
 from .proposer import Proposer
 from .samplers import DEFAULT, sampler_type
+
+logger = getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,16 @@ class KernelSearch:
                 yield Contender(entry, config == self.untuned)
 
 
+def check_backends(names: Iterable[str] | None) -> None:
+    """UsageError for a backend that there is not, or for a module of the user's that may have meant to use it."""
+    unknown = [name for name in names or () if name not in backends()]
+    if not unknown:
+        return
+    own = [spec.name for spec in kernels() if spec.backend == unknown[0]]  # or why a module does not import
+    whose = f", of which kernel {own[0]} is, has no file in dmuon_tune/backends" if own else ""
+    raise UsageError(f"unknown backend {unknown[0]!r}{whose}; choose among {', '.join(sorted(backends()))}")
+
+
 def usable_kernels(
     device: DeviceFingerprint, chosen: Iterable[str] | None
 ) -> tuple[list[KernelSpec], dict[str, str]]:
@@ -104,7 +117,17 @@ def usable_kernels(
     reasons = {name: known[name].unavailable(device) for name in sorted(wanted)}
     unavailable = {name: reason for name, reason in reasons.items() if reason is not None}
     usable = [spec for spec in kernels() if spec.backend in wanted and spec.backend not in unavailable]
+    _warn_of_homeless(tuple(spec for spec in kernels() if spec.backend not in known))
     return usable, unavailable
+
+
+@cache
+def _warn_of_homeless(specs: tuple[KernelSpec, ...]) -> None:
+    for spec in specs:
+        logger.warning(
+            "kernel %s is left out: dmuon_tune/backends has no file for its backend %r; add one (CONTRIBUTING.md)",
+            spec.name, spec.backend,
+        )
 
 
 def kernel_searches(

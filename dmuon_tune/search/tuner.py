@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dmuon_tune.backends import backends
 from dmuon_tune.cache import Layers, Store
-from dmuon_tune.errors import UsageError
 from dmuon_tune.recipe import Group, default_dtype
 from dmuon_tune.spec import KernelSpec
 
-from .kernel_search import usable_kernels
+from .kernel_search import check_backends, usable_kernels
 from .options import ChainReport, ProblemReport, TuneOptions, TuneReport
 from .plan import searches_of
 from .problem_search import ProblemSearch
@@ -32,9 +30,7 @@ def tune(
     UsageError for a device or backend that is not here, NoLegalConfigError where nothing can run a product, CacheError
     where a result cannot be kept; KeyboardInterrupt passes through once the measuring processes are stopped.
     """
-    unknown = set(options.backends or ()) - set(backends())
-    if unknown:
-        raise UsageError(f"unknown backend {sorted(unknown)[0]!r}; choose from {', '.join(sorted(backends()))}")
+    check_backends(options.backends)
     run = Run(store, options, progress or Silent())
     device = run.device
     dtype = options.dtype or default_dtype(device.kind)

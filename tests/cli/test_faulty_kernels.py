@@ -140,3 +140,28 @@ def test_a_config_without_usable_defaults_is_refused_where_it_is_named(named: Na
     named("refusal", "return None", entry)
     with pytest.raises(UsageError, match="KERNEL: Config must be frozen, with a default of JSON's types for each"):
         kernel_specs.kernels()
+
+
+@pytest.mark.parametrize("backends", [(), ("--backends", "mine"), ("--backends", "library")])
+@pytest.mark.parametrize("code", ["import nothere", "raise ValueError('no GPU')", "x = 1"])
+def test_a_module_of_no_use_is_said_whatever_backends_are_asked_for(
+    run: Run, named: Named, tmp_path: Path, code: str, backends: tuple[str, ...]
+) -> None:
+    named("refusal", "return None")
+    (module,) = tmp_path.glob("faulty_*.py")
+    module.write_text(code)
+    result = run("tune", "--shapes", "8x24", "--device", "cpu", *backends, "--dry-run")
+    assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1
+    assert f"DMUON_TUNE_KERNEL_MODULES: module {module.stem!r} " in result.err
+
+
+def test_a_kernel_in_an_unknown_language_is_left_out_aloud(run: Run, named: Named, tmp_path: Path) -> None:
+    named("refusal", "return None")
+    (module,) = tmp_path.glob("faulty_*.py")
+    module.write_text(module.read_text().replace('variant="faulty"', 'variant="faulty", backend="mine"'))
+    how = ("tune", "--shapes", "8x24", "--device", "cpu", "--dry-run")
+    result = run(*how)
+    assert result.code == 0 and result.err.count("gram.mine.faulty is left out: dmuon_tune/backends has no file") == 1
+    result = run(*how, "--backends", "mine")
+    assert (result.code, result.out) == (2, "")
+    assert "unknown backend 'mine', of which kernel gram.mine.faulty is, has no file in dmuon_tune/b" in result.err
