@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dmuon_tune.backends import backends
+from dmuon_tune.cache import Store
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("dmuon_tune", "kernel_specs", "cache", "runtime")
 USE = """
@@ -65,6 +68,31 @@ def test_the_files_work_without_editing_any_other(extended_checkout: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"[0-9a-f]{64}", done.stdout.strip())
+
+
+def test_the_kernel_outside_the_repository_is_tuned_as_it_says(tmp_path: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (own,) = re.findall(r'^KERNEL = KernelSpec\(.* variant="pieces"\)$', text, flags=re.MULTILINE)
+    (command,) = re.findall(r"^DMUON_TUNE_KERNEL_MODULES=my_gram PYTHONPATH=\S+ dmuon-tune (.*)$", text, re.MULTILINE)
+    kernel = re.sub(r"^KERNEL = .*$", own, recipes()["kernel_specs/gram_inductor.py"], flags=re.MULTILINE)
+    (tmp_path / "my_gram.py").write_text(kernel, encoding="utf-8")
+    environment = {
+        **os.environ, "DMUON_TUNE_KERNEL_MODULES": "my_gram", "DMUON_TUNE_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "dmuon_tune", *command.split(), "--trials", "4"], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=200, check=False,
+    )
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    with Store.open(tmp_path / "cache" / "cache.sqlite") as store:
+        assert any(each.key.kernel == "gram.library.pieces" and each.measurement.ok for each in store.all_trials())
+
+
+def test_every_dsl_says_what_build_returns() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| DSL | `build` returns |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)) == set(backends())
 
 
 def test_the_files_pass_the_linter(extended_checkout: Path) -> None:
