@@ -55,6 +55,8 @@ def locate(path_or_url: str | Path) -> Path | URL | None:
     if isinstance(path_or_url, Path) or not URL_PATTERN.match(path_or_url):
         if not str(path_or_url):
             raise UsageError("the cache's path is empty; name a file")
+        if isinstance(path_or_url, str) and "://" in path_or_url:
+            raise UsageError(f"the cache's URL is malformed; {URL_ADVICE}")
         return Path(path_or_url).absolute()
     try:
         url = make_url(path_or_url)
@@ -138,7 +140,8 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise CacheError(
-            f"cannot make the cache's folder {folder}: {error.strerror}; set {CACHE_DIR_VARIABLE} to a writable folder"
+            f"cannot make the cache's folder {folder}: {error.strerror}; "
+            f"set {CACHE_DIR_VARIABLE} to a writable folder, or let --cache name a file in one"
         ) from error
 
 
@@ -329,7 +332,6 @@ def _translate_postgresql(state: str | None, reason: str, where: str) -> CacheEr
         return CacheError(f"no space left for cache {where}; free some and run again: what was measured is kept")
     if state is None or state[:2] in ("08", "57"):  # connection exceptions, operator intervention
         return CacheError(
-            f"cache {where} cannot be reached ({reason}); check the URL and that the server runs, and run again: "
-            f"what was measured is kept"
+            f"cache {where} cannot be reached ({reason}); check the URL and that the server runs, and run again"
         )
     return CacheError(f"cache {where}: {reason}; check the server")

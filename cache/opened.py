@@ -10,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import URL, Connection, Engine
+from sqlalchemy import URL, Connection, Engine, func, select
 from sqlalchemy.orm import Session
 
 from dmuon_tune.errors import CacheError, UsageError
 
+from .chains import ChainRow
 from .database import (
     LockedCacheError,
     describe,
@@ -31,6 +32,7 @@ from .database import (
 )
 from .dialect import upsert
 from .migrations import CorruptCacheError, prepare
+from .models import TrialRow
 from .paths import CACHE_DIR_VARIABLE, user_cache_path
 from .sound import MALFORMED
 
@@ -45,6 +47,7 @@ class OpenedCache:
         self._location = location
         self.where = describe(location)
         self.read_only = read_only
+        self._file: tuple[int, int] | None = None  # device and inode of what was opened for writing
         self._upsert = upsert(engine.dialect)
 
     @property
@@ -86,6 +89,34 @@ class OpenedCache:
                 prepare(connection, self.where)
         if isinstance(self._location, Path):
             use_wal(self._engine, self.where)
+            self._file = _identity(self._location)
+
+    def require_kept(self) -> None:
+        """CacheError where what was written is not in the place that was opened: since then somebody removed the file,
+        replaced it, or wrote over it."""
+        if not isinstance(self._location, Path):
+            return
+        if _identity(self._location) != self._file:
+            raise self._lost("another file is there" if os.path.exists(self._location) else "it is gone")
+        results = self._results()
+        self._engine.dispose()  # what a connection remembers may no longer be in the file
+        try:
+            self.check("quick_check")
+            if self._results() >= results:
+                return
+        except CacheError as error:
+            raise self._lost(str(error).split(";")[0]) from error
+        raise self._lost("results are missing")
+
+    def _results(self) -> int:
+        with self._reading() as session:
+            return sum(session.scalar(select(func.count()).select_from(row)) or 0 for row in (TrialRow, ChainRow))
+
+    def _lost(self, how: str) -> CacheError:
+        return CacheError(
+            f"cache {self.where} was removed or changed from outside while it was in use ({how}); what was measured "
+            f"meanwhile is lost: run again, into a file that nothing else writes"
+        )
 
     @classmethod
     def open_user(cls, path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> Self:
@@ -93,11 +124,13 @@ class OpenedCache:
 
         The user's cache (:func:`user_cache_path`) is set aside where it is corrupt, with one warning, and an empty one
         begun. Any other corrupt file, another program's database, a newer schema, a lock or an unwritable folder is a
-        CacheError: nothing is lost or moved then.
+        CacheError: nothing is lost or moved then. A database in memory is a UsageError.
         """
         location = locate(path if path is not None else user_cache_path(environ))
+        if location is None:
+            raise UsageError("a cache in memory ends with this process; name a file or a server's URL")
         if not isinstance(location, Path):
-            return cls.open(location.render_as_string(False) if location else "sqlite://")
+            return cls.open(location.render_as_string(False))
         make_folder(location.parent)
         with folder_lock(location.parent):  # else the second process to find it corrupt moves the first one's new file
             try:
@@ -178,3 +211,11 @@ class OpenedCache:
         with translated_errors(self.where), Session(self._engine.execution_options(writes=True)) as session:
             with session.begin():
                 yield session
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

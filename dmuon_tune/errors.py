@@ -40,6 +40,7 @@ class NoLegalConfigError(DmuonTuneError):
 
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+TERMINATED_EXIT_CODE = 143  # 128 + SIGTERM
 
 
 def said(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from .options import ALL_TRIALS
 from .output import microseconds, note, print_json, say, table
 
 if TYPE_CHECKING:
+    from dmuon_tune.cache import Store
     from dmuon_tune.device import DeviceFingerprint
     from dmuon_tune.problem import Problem
     from dmuon_tune.search import TuneOptions
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, place: str | None) -> int:
     """Print each problem's kernels and what the cache at ``place`` leaves to measure; nothing is measured, no cache
     made."""
+    with caches.known(place, may_be_new=True) as store:
+        return _run(args, work, chosen, store)
+
+
+def _run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, store: Store) -> int:
     from dmuon_tune.backends.probe import fingerprint
     from dmuon_tune.recipe import default_dtype
     from dmuon_tune.search import plan
@@ -41,8 +47,7 @@ def run(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions, 
         say(table(["problem", "kernel", "legal_configs", "refusal"], cells))
     if none:
         raise NoLegalConfigError(f"{none[0].label()}: no kernel of the chosen backends has a legal configuration here")
-    with caches.known(place, may_be_new=True) as store:
-        found = plan(work.groups, store, chosen)
+    found = plan(work.groups, store, chosen)
     if args.format == "json":
         print_json({
             "model": work.label, "device": device.to_dict(), "dry_run": True, "spaces": rows, **_fields(found, chosen),

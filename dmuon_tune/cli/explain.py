@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from dmuon_tune.errors import MissingEntryError
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             at_ends = [found for planned in resolved.groups.values() for found in ends_of(planned, resolver)]
         described = layers.descriptions()
     ends = [row for _, row in at_ends]
+    command = _completed(resolved.command, args)
     chosen = {row["problem"]: row for row in [*resolved.rows(), *ends]}
     problems = [*_problems(resolved), *dict.fromkeys(problem for problem, _ in at_ends)]
     with caches.opened(described) as found:
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             "recipes": [
                 {**planned.recipe.to_dict(), "layer": planned.layer or None} for planned in resolved.groups.values()
             ],
-            "missing": [problem.label() for problem in resolved.missing], "command": resolved.command,
+            "missing": [problem.label() for problem in resolved.missing], "command": command,
         })
     else:
         _print(resolved, ends, candidates)
@@ -86,8 +88,17 @@ def run(args: argparse.Namespace) -> int:
         return code
     if resolved.missing and (args.require or policy == "error"):
         count = counted(len(resolved.missing), "product")
-        raise MissingEntryError(f"no tuned entry for {count}; run: {resolved.command}")
+        raise MissingEntryError(f"no tuned entry for {count}; run: {command}")
     return 0
+
+
+def _completed(command: str, args: argparse.Namespace) -> str:
+    """A command that fills the gap where this one found it."""
+    known = shlex.split(command)
+    given = options.again(args)
+    if "--device" in known and "--device" in given:
+        del known[known.index("--device") :]
+    return shlex.join([*known, *given]) if known else ""
 
 
 def _not_compiled(*ignored: Any) -> CompiledKernel:

@@ -65,6 +65,12 @@ def cache() -> argparse.ArgumentParser:
     return parser
 
 
+def again(args: argparse.Namespace) -> list[str]:
+    """What of ``cache`` and ``device`` was given, for a command that is to work on the same."""
+    cache = ["--cache", args.cache] if args.cache else []
+    return [*cache, "--device", args.device] if re.fullmatch(r"cpu|cuda(:[0-9]+)?", args.device) else cache
+
+
 def place(text: str) -> str:
     """A file, folder or URL: an empty text, as of a shell's unset variable, is none, and not what leaving it out is."""
     if not text:
@@ -82,14 +88,22 @@ def dtype(text: str) -> str:
 
 def seconds(text: str, or_none: bool = False) -> float:
     """A duration in seconds from ``90s``, ``4m``, ``1h30m`` or plain seconds; ``or_none``: 0 is one, too."""
-    if not re.fullmatch(r"-?((\d+(\.\d+)?[smh])+|\d+(\.\d+)?)", text):
+    number = r"[0-9]+(\.[0-9]+)?"
+    if not re.fullmatch(rf"-?((?=.)({number}h)?({number}m)?({number}s)?|{number})", text):
         raise argparse.ArgumentTypeError(f"duration {text!r} is not understood; write 90s, 4m, 1h or 1h30m")
-    parts = re.findall(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    parts = re.findall(r"([0-9.]+)([smh]?)", text)
     total = sum(float(number) * _UNIT_SECONDS[unit or "s"] for number, unit in parts)
     if text.startswith("-") or not (total or or_none) or total >= 366 * 24 * 3600:
         least = "0 or more" if or_none else "more than 0"
         raise argparse.ArgumentTypeError(f"duration {text!r} is out of range: {least}, less than a year")
     return total
+
+
+def integer(text: str) -> int:
+    """An integer of at most 18 digits."""
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at most 18 digits")
+    return int(text)
 
 
 def positive(text: str) -> int:

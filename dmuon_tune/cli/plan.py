@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -188,8 +189,9 @@ def _say_what_runs(args: argparse.Namespace, batches: Sequence[Group], untuned: 
         note(f"{run}, all tuned")
         return
     shapes = ",".join(batch.label() for batch in untuned)
-    dtype = f" --dtype {args.dtype}" if args.dtype else ""
-    note(f"{run}, {len(untuned)} of them not tuned; to fill the gap run: dmuon-tune tune --shapes {shapes}{dtype}")
+    dtype = ["--dtype", args.dtype] if args.dtype else []
+    command = shlex.join(["dmuon-tune", "tune", "--shapes", shapes, *dtype, *options.again(args)])
+    note(f"{run}, {len(untuned)} of them not tuned; to fill the gap run: {command}")
 
 
 def _draw(path: Path, title: str, loads: dict[str, tuple[float, ...]], bound_us: float) -> None:

@@ -23,8 +23,9 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (default: auto)")
     parser.add_argument("--all-devices", action="store_true", help="results of every device, not only of this one")
-    parser.add_argument("--failures", action="store_true", help="the configurations that failed, with the reason")
-    parser.add_argument("--chains", action="store_true", help="every chain that was timed, with its kernels")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--failures", action="store_true", help="the configurations that failed, with the reason")
+    what.add_argument("--chains", action="store_true", help="every chain that was timed, with its kernels")
     parser.set_defaults(run=run)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, UsageError
+from dmuon_tune.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, UsageError
 from dmuon_tune.recipe import WEIGHTS_DTYPE
 from dmuon_tune.words import counted
 
@@ -53,7 +56,7 @@ def register(commands: Any) -> None:
         "--sampler", default="combined", metavar="NAME",
         help="what picks configurations, such as tpe or exhaustive; an unknown name lists all (default: combined)",
     )
-    search.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
+    search.add_argument("--seed", type=options.integer, default=0, help="seed of the search (default: 0)")
     search.add_argument(
         "--devices", type=options.devices, default=(), metavar="LIST",
         help="several GPUs of one kind, such as 0,1,2,3: each measures some of the problems (default: --device alone)",
@@ -87,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return dry_run.run(args, work, chosen, _place(args))
     try:
-        with Store.open_user(_place(args)) as store, Layers.open() as layers:
+        with _terminable(), Store.open_user(_place(args)) as store, Layers.open() as layers:
             report = tune(work.groups, store, chosen, terminal_progress(), layers)
             where = store.where
-    except KeyboardInterrupt:
-        note("interrupted; what was measured is kept: run the same command to go on")
-        return INTERRUPTED_EXIT_CODE
+    except KeyboardInterrupt as stop:
+        ended, code = _ENDS[type(stop)]
+        note(f"{ended}; what was measured is kept: run the same command to go on")
+        return code
     for name, reason in _gaps(report, args.backends):
         warn(f"backend {name} is left out: {reason}")
     for name, reason in _unserved(report, args.backends or ()):
@@ -102,6 +106,33 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report)
     return _conclude(report, where)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a batch system ends the job."""
+
+
+_ENDS = {
+    KeyboardInterrupt: ("interrupted", INTERRUPTED_EXIT_CODE),
+    Terminated: ("terminated", TERMINATED_EXIT_CODE),
+}
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the block as an interrupt does, so that its claims are given back at once."""
+
+    def stop(*ignored: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only that one gets signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _of_owners(args: argparse.Namespace, work: workload.Workload, chosen: TuneOptions) -> workload.Workload:
@@ -125,11 +156,15 @@ def _of_owners(args: argparse.Namespace, work: workload.Workload, chosen: TuneOp
 
 def _place(args: argparse.Namespace) -> str | None:
     """The cache to tune into: a file, a URL, or None for the user's."""
+    from sqlalchemy import URL
+
+    from dmuon_tune.cache.database import locate
+
     place: str | None = args.cache if args.storage is None else args.storage
     if args.storage is not None and args.cache is not None:
         raise UsageError("--cache and --storage both name the cache; give one of them")
-    if args.storage is not None and "://" not in args.storage:
-        raise UsageError("--storage takes a URL such as postgresql+psycopg://user@host/name; --cache takes a file")
+    if args.storage is not None and not ("://" in args.storage and isinstance(locate(args.storage), URL)):
+        raise UsageError("--storage takes a server's URL, such as postgresql+psycopg://user@host/name; --cache, a file")
     return place
 
 

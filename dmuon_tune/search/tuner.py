@@ -28,10 +28,20 @@ def tune(
     The search begins with what ``store``, and the ``layers`` where they are given, hold of the nearest shapes.
     A configuration that the store holds under the current key, however it ended, is not measured again. Raises
     UsageError for a device or backend that is not here, NoLegalConfigError where nothing can run a product, CacheError
-    where a result cannot be kept; KeyboardInterrupt passes through once the measuring processes are stopped.
+    where a result cannot be kept or is gone at the end; KeyboardInterrupt passes through once the measuring processes
+    are stopped.
     """
+    try:
+        return _tune(groups, store, options, progress or Silent(), layers)
+    finally:
+        store.require_kept()
+
+
+def _tune(
+    groups: Sequence[Group], store: Store, options: TuneOptions, progress: Progress, layers: Layers | None
+) -> TuneReport:
     check_backends(options.backends)
-    run = Run(store, options, progress or Silent())
+    run = Run(store, options, progress)
     device = run.device
     dtype = options.dtype or default_dtype(device.kind)
     specs, unavailable = usable_kernels(device, options.backends)

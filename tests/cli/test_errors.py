@@ -21,6 +21,7 @@ from dmuon_tune.cache.layers import _warn_once
 from .conftest import Run
 
 ROOT = Path(__file__).resolve().parents[2]
+ROOT_FILE = str(ROOT / "README.md")
 
 
 def spawn(*command: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +49,13 @@ def spawn(*command: str) -> subprocess.CompletedProcess[str]:
         (("tune", "--preset", "tiny", "--budget", "0s"), 2, "out of range"),
         (("tune", "--preset", "tiny", "--budget", "-5s"), 2, "duration '-5s' is out of range: more than 0"),
         (("tune", "--preset", "tiny", "--budget", "-1h30m"), 2, "duration '-1h30m' is out of range"),
+        *((("tune", "--preset", "tiny", "--budget", text), 2, f"duration {text!r} is not understood")
+          for text in ("30m1h", "1m1m", "\u0663m", "1_0s", "", "-", "m", "1.m")),
+        *((("tune", "--preset", "tiny", "--seed", text), 2, f"{text!r} is not an integer")
+          for text in ("", "\u0663", "1_0", "1.5", "9" * 19)),
+        (("show", "--device", "cpu", "--failures", "--chains"), 2, "not allowed with"),
+        (("tune", "--preset", "tiny", "--device", "cpu", "--dry-run", "--cache", ROOT_FILE), 4, "not an SQLite file"),
+        (("tune", "--preset", "tiny", "--device", "cpu", "--cache", "/proc/x/y.sqlite"), 4, "let --cache name a file"),
         (("tune", "--preset", "tiny", "--device", "cpu", "--devices", "cpu"), 2, "device and devices both say"),
         (("tune", "--preset", "tiny", "--devices", "cpu,tpu", "--dry-run"), 2, "unknown device 'tpu'"),
         (("replay",), 2, "holds no measured space"),

@@ -100,7 +100,7 @@ def test_what_owners_run_is_named_and_what_fp32_costs_more(run: Run, tuned: str)
     assert half.json["makespan_us"] == 2 * (120.0 + (300.0 - 120.0) / 4)
     assert whole.json["makespan_us"] == pytest.approx(3 * (120.0 + 2 * 512 * 2048 * 12 / DEFAULT_BANDWIDTHS["cuda"]))
     assert "1 kind of batch, 1 of them not tuned" in half.err
-    assert half.err.endswith("to fill the gap run: dmuon-tune tune --shapes 3x512x2048\n")
+    assert half.err.endswith(f"to fill the gap run: dmuon-tune tune --shapes 3x512x2048 --cache {tuned}\n")
     every = run("plan", "--shapes", "12x512x2048", "--world-size", "2", "--cache", tuned, "--device", "h200")
     assert every.err.endswith("owners run 1 kind of batch, all tuned\n")
 

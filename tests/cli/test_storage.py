@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,9 @@ from .conftest import Run
 
 SHAPE = ("--shapes", "2x8x24", "--device", "cpu")
 UNREACHABLE = "postgresql+psycopg://tuner:wrong-secret@127.0.0.1:1/muon"
+SQLITE = ("sqlite://", "sqlite:///:memory:", "sqlite:///file.sqlite")
+MALFORMED = ("://", "://host/muon", "Postgresql://host/muon", "post-gresql://host/muon", "//x://y")
+PLACES = (("tune", "--storage"), ("tune", "--cache"), ("tune", "--dry-run", "--cache"), ("explain", "--cache"))
 SECRETS = ("p@ss", "p%40ss", "w:rd", "wrong-secret")
 
 
@@ -49,13 +53,19 @@ def test_what_was_tuned_into_a_server_is_found_there(
     [
         (("tune", "--storage", UNREACHABLE), 4, "cannot be reached"),
         (("tune", "--storage", UNREACHABLE, "--cache", "a.sqlite"), 2, "give one of them"),
-        (("tune", "--storage", "tuner:wrong-secret@host/muon"), 2, "--storage takes a URL"),
+        (("tune", "--storage", "tuner:wrong-secret@host/muon"), 2, "--storage takes a server's URL"),
+        *((("tune", "--storage", text), 2, "--storage takes a server's URL") for text in SQLITE),
+        *(((*command, text), 2, "URL is malformed") for command in PLACES for text in MALFORMED),
+        *(((*command, "foo://host/muon"), 2, "is of no known database") for command in PLACES),
+        *((("tune", "--cache", text), 2, "in memory ends with this process") for text in SQLITE[:2]),
         (("tune", "--storage", "postgresql+psycopg://tuner:x/@wrong-secret@host/muon"), 2, "%XX"),
         (("explain", "--cache", UNREACHABLE), 4, "cannot be reached"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_one_line(run: Run, arguments: tuple[str, ...], code: int, said: str) -> None:
     pytest.importorskip("psycopg")
+    before = sorted(os.listdir())
     result = run(*arguments, *SHAPE)
+    assert sorted(os.listdir()) == before, "a file was made"
     assert (result.code, result.out) == (code, "") and said in result.err and result.err.count("\n") == 1
     assert not any(secret in result.err for secret in SECRETS)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -150,6 +151,21 @@ def test_explain_names_the_choice_its_layer_and_the_gap(run: Run, tuned: dict[st
     assert missing.code == 3
     assert "no entry" in missing.out and "library" in missing.out
     assert "dmuon-tune tune --shapes 2x16x32 --dtype float32" in missing.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", [("explain", "--require"), ("plan", "--world-size", "2")])
+def test_the_command_that_is_told_fills_the_gap_where_it_was_found(
+    run: Run, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    place = tmp_path / "my cache's.sqlite"
+    write(place, [])
+    asked = (*command, "--shapes", "2x8x24", "--device", "cpu", "--cache", str(place))
+    first = run(*asked)
+    program, *told = shlex.split(first.err.splitlines()[-1].rpartition("run: ")[2])
+    assert program == "dmuon-tune" and run(*told, "--trials", "1", "--backends", "library").code == 0
+    second = run(*asked)
+    assert second.code == 0 and first.code == (3 if command[0] == "explain" else 0)
+    assert "run: dmuon-tune" not in second.err
 
 
 @pytest.mark.parametrize("what", ["digest", "toolchain", "device"])
@@ -317,7 +333,8 @@ def test_without_a_compiler_doctor_and_tune_say_what_to_install(run: Run, monkey
         assert command[0] == "tune" or "arch" in result.out
 
 
-def test_ctrl_c_keeps_what_was_measured(own_cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_keeps_what_was_measured(sent: signal.Signals, said: str, own_cache: Path, tmp_path: Path) -> None:
     shapes = ",".join(f"2x8x{24 + extra}" for extra in range(6))  # 13 products: far from done when interrupted
     command = [
         sys.executable, "-m", "dmuon_tune", "tune", "--shapes", shapes, "--device", "cpu", "--backends", "library",
@@ -329,11 +346,11 @@ def test_ctrl_c_keeps_what_was_measured(own_cache: Path, tmp_path: Path) -> None
     )
     assert tuning.stderr is not None
     first = tuning.stderr.readline()  # written when the first result is in the cache
-    tuning.send_signal(signal.SIGINT)
+    tuning.send_signal(sent)
     out, err = tuning.communicate(timeout=60)
     assert first.startswith("tuning 1/"), first + err
-    assert (tuning.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "dmuon-tune: interrupted; what was measured is kept: run the same command to go on"
+    assert (tuning.returncode, out) == (128 + sent, "")
+    assert err.splitlines()[-1] == f"dmuon-tune: {said}; what was measured is kept: run the same command to go on"
     with Store.open(own_cache, read_only=True) as store:
         kept = store.counts()["ok"]
     assert 1 <= kept < 13
