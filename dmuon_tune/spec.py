@@ -116,6 +116,11 @@ class KernelSpec:
         """Every legal configuration, in the space's order; empty where the kernel refuses the problem."""
         return list(_legal_space(self, problem, device))
 
+    def why_none(self, problem: Problem, device: DeviceFingerprint) -> str:
+        """Where no configuration is legal, why: the kernel's refusal, or what keeps the default from it."""
+        why = self.refusal(problem, device) or self.illegality(problem, self.Config(), device)
+        return why or "no configuration is legal"
+
     def untuned(self, problem: Problem, device: DeviceFingerprint) -> Any | None:
         """The configuration used without a tuned one: the heuristic's, the default, or the first legal one; None where
         the kernel refuses the problem, or has no legal one."""

@@ -15,6 +15,8 @@ from dmuon_tune.words import counted
 from . import options, workload
 from .output import note, print_json, say, table, warn
 
+MANY = 100  # artefacts: some minutes on many processors
+
 if TYPE_CHECKING:
     from dmuon_tune.cache import ArtefactStore, Store
     from dmuon_tune.device import DeviceFingerprint
@@ -56,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         jobs = _jobs(store, path, artefacts, args, work)
     if not jobs:
         note("nothing to compile: the library or a kernel of another project won everything that is current")
+    if work is None and len(jobs) >= MANY:
+        note(f"{len(jobs)} artefacts, of all that the cache holds; --preset, --model or --shapes chooses")
     built: dict[int, Built] = {}
     try:
         for place, result in _results(jobs, artefacts, args):

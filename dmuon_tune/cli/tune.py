@@ -193,9 +193,8 @@ def _unserved(report: TuneReport, names: Iterable[str]) -> list[tuple[str, str]]
         ]
         if name in report.unavailable or any(spec.legal_space(problem, report.device) for spec, problem in pairs):
             continue
-        refusals = (spec.refusal(problem, report.device) for spec, problem in pairs)
-        reason = "every configuration exceeds a limit" if pairs else "it has no kernel of their ops"
-        found.append((name, next(filter(None, refusals), reason)))
+        reasons = (spec.why_none(problem, report.device) for spec, problem in pairs)
+        found.append((name, next(reasons, "it has no kernel of their ops")))
     return found
 
 

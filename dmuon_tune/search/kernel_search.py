@@ -144,8 +144,7 @@ def kernel_searches(
         if legal:
             found.append(KernelSearch(spec, tuning_key(spec, problem, device), legal, device, store, how))
         else:
-            why = spec.refusal(problem, device) or spec.illegality(problem, spec.Config(), device)
-            refusals.append(f"{spec.name}: {why or 'no configuration is legal'}")
+            refusals.append(f"{spec.name}: {spec.why_none(problem, device)}")
     if not found:
         raise NoLegalConfigError(
             f"no kernel can run {problem.label()} on {device.name}: {'; '.join(refusals) or 'none exists'}"
