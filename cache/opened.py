@@ -104,7 +104,7 @@ class OpenedCache:
             self.check("quick_check")
             if self._results() >= results:
                 return
-        except CacheError as error:
+        except CorruptCacheError as error:
             raise self._lost(str(error).split(";")[0]) from error
         raise self._lost("results are missing")
 

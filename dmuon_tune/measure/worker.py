@@ -36,7 +36,8 @@ Report = Callable[[str, Any], None]  # tells the parent of a "phase", or of the 
 def main(pipe: int, turn: int, parent: int) -> None:
     """Serve jobs from file descriptor ``pipe`` until it closes or the process ``parent`` dies; the file ``turn`` says
     which entrant of a race is at work."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # of a whole job: the parent ends its workers
+        signal.signal(stop, signal.SIG_IGN)
     die_with(parent)
     gc.freeze()  # else the collection after each job goes through all that was imported, a tenth of a second
     gc.enable()  # disabled by the executor's command
