@@ -18,6 +18,8 @@ from dmuon_tune.search import TuneOptions, tune
 from dmuon_tune.search import run as search_run
 from dmuon_tune.search.progress import Silent
 
+pytestmark = pytest.mark.usefixtures("lasting_workers")
+
 OPTIONS = TuneOptions(device="cpu", backends=("library",), trials=1)
 
 
