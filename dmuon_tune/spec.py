@@ -82,7 +82,8 @@ class KernelSpec:
     ``variant`` tells apart several kernels of one op in one DSL; ``library`` without one is the vendor library itself.
 
     Neither a search nor a training is stopped by what raises in ``refusal``, ``illegality``, ``heuristic``, ``seeds``
-    or Config, or is no answer: it leaves out what it was asked about, and the kernel's first such fault is warned of.
+    or Config, or is no answer: it leaves out what it was asked about, and the kernel's first such fault is warned of. A
+    Config that has no default is refused as the module is loaded.
     """
 
     op: str

@@ -11,8 +11,8 @@ from dmuon_tune.errors import INTERRUPTED_EXIT_CODE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 ok, 1 failure, 2 usage, 3 a required entry is missing, 4 cache
-    corrupt, incompatible or locked, 5 no legal configuration, 130 interrupted, 141 stdout closed,
-    143 terminated."""
+    corrupt, incompatible or locked, 5 no legal configuration, 130 interrupted, 141 stdout closed, 143
+    terminated."""
     try:
         from .program import run
 

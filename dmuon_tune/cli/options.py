@@ -66,9 +66,21 @@ def cache() -> argparse.ArgumentParser:
 
 
 def again(args: argparse.Namespace) -> list[str]:
-    """What of ``cache`` and ``device`` was given, for a command that is to work on the same."""
-    cache = ["--cache", args.cache] if args.cache else []
+    """What of ``cache`` and ``device`` was given, for a command that is to work on the same; a server without what may
+    be a password, which PGPASSWORD or ~/.pgpass hold."""
+    cache = ["--cache", _without_password(args.cache)] if args.cache else []
     return [*cache, "--device", args.device] if re.fullmatch(r"cpu|cuda(:[0-9]+)?", args.device) else cache
+
+
+def _without_password(text: str) -> str:
+    from sqlalchemy import URL
+
+    from dmuon_tune.cache.database import locate
+
+    url = locate(text)
+    if not isinstance(url, URL):
+        return text
+    return str(URL.create(url.drivername, url.username, host=url.host, port=url.port, database=url.database))
 
 
 def place(text: str) -> str:

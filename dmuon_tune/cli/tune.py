@@ -76,10 +76,11 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     work = workload.of(args)
-    _check_backends(args.backends)
     from dmuon_tune.cache import Layers, Store
     from dmuon_tune.search import TuneOptions, terminal_progress, tune
+    from dmuon_tune.search.kernel_search import check_backends
 
+    check_backends(args.backends)
     chosen = TuneOptions.of_effort(
         args.effort, args.trials, args.budget, device=args.device, devices=args.devices, dtype=args.dtype,
         backends=args.backends, sampler=args.sampler, seed=args.seed, workers=args.workers,
@@ -166,12 +167,6 @@ def _place(args: argparse.Namespace) -> str | None:
     if args.storage is not None and not ("://" in args.storage and isinstance(locate(args.storage), URL)):
         raise UsageError("--storage takes a server's URL, such as postgresql+psycopg://user@host/name; --cache, a file")
     return place
-
-
-def _check_backends(names: Iterable[str] | None) -> None:
-    from dmuon_tune.search.kernel_search import check_backends
-
-    check_backends(names)
 
 
 def _gaps(report: TuneReport, asked: tuple[str, ...] | None) -> list[tuple[str, str]]:

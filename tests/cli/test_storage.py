@@ -33,6 +33,10 @@ def test_what_was_tuned_into_a_server_is_found_there(
     shown = run("show", "--cache", url, "--device", "cpu", "--format", "json")
     listed = run("cache", "list", "--cache", url)
     explained = run("explain", *SHAPE, "--cache", url, "--format", "json")
+    missing = run("explain", "--shapes", "2x8x40", "--device", "cpu", "--cache", url, "--require")
+    planned = run("plan", "--shapes", "4x8x40", "--device", "cpu", "--cache", url, "--world-size", "2")
+    for each in (missing, planned):
+        assert " --cache postgresql+psycopg://tuner@127.0.0.1:" in each.err, each.err
     assert len(shown.json["winners"]) == len(labels) and shown.json["winners"][0]["layer"] == "server"
     assert listed.code == 0 and "***" in listed.out
     assert {row["origin"] for row in explained.json["products"]} == {"tuned"}
@@ -44,7 +48,7 @@ def test_what_was_tuned_into_a_server_is_found_there(
     assert not doctor.json["caches"][0]["writable"]
     resolved = plan([Group(2, 8, 24)], "cpu")
     assert {(row["origin"], row["layer"]) for row in resolved.rows()} == {("tuned", "path")} and not resolved.missing
-    said = json.dumps([vars(each) for each in (tuned, shown, listed, explained, layers, doctor)])
+    said = json.dumps([vars(each) for each in (tuned, shown, listed, explained, missing, planned, layers, doctor)])
     assert not any(secret in said for secret in SECRETS)
 
 
